@@ -26,6 +26,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
+from autopar.costs.arguments import FLAG, PATH, Kind, a, optional, require, whole
+from autopar.costs.read_file import read_text
 from autopar.errors import AutoparError
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.checkpoint import folders, generators
@@ -35,6 +37,9 @@ from autopar.runtime.dtensor import full_tensor, in_layout, redistribute
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.state_dict import savable
 from autopar.runtime.state.storage import storage_of
+
+MOST_BYTES = 2**30
+"""Of a manifest."""
 
 
 @dataclass
@@ -124,7 +129,8 @@ def save(
         ValueError: an argument is wrong, or something cannot be saved without pickle.
         RankError: a rank is gone, or at something else.
     """
-    _check(folder, model, step, keep, stateful)
+    _check(folder, model, optimizer, stateful)
+    require(step=(step, whole(0)), keep=(keep, whole(1)), wait=(wait, FLAG))
     context, root = model._autopar.context, Path(folder)
     earlier = _last.pop(model._autopar, None)
     if earlier is not None:
@@ -179,7 +185,7 @@ def load(
         AutoparError: it is of another model or optimizer; names the first differences. Nothing has changed then.
         ValueError: a file is damaged.
     """
-    _check(folder, model, 0, 1, stateful)
+    _check(folder, model, optimizer, stateful)
     context = model._autopar.context
     earlier = _last.pop(model._autopar, None)
     if earlier is not None:
@@ -204,25 +210,26 @@ def load(
     return Loaded(found, known.step, known.values["extra"], same)
 
 
-def _check(folder: Any, model: Any, step: Any, keep: Any, stateful: Mapping[str, Any]) -> None:
-    if not isinstance(folder, str | Path):
-        raise ValueError(f"folder must be a path, got {folder!r}")
-    if not isinstance(model, ParallelModule):
-        raise ValueError(f"model must be what parallelize() returned, got a {type(model).__name__}")
-    for name, number, least in (("step", step, 0), ("keep", keep, 1)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {number!r}")
-    for name, given in stateful.items():
-        if not all(callable(getattr(given, method, None)) for method in ("state_dict", "load_state_dict")):
-            raise ValueError(f"{name} must have state_dict() and load_state_dict(), got a {type(given).__name__}")
+PARALLEL: Kind = a(ParallelModule, "what parallelize() returned")
+OF_PARALLEL: Kind = optional(a(torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters"))
+
+
+def _check(folder: Any, model: Any, optimizer: Any, stateful: Mapping[str, Any]) -> None:
+    require(folder=(folder, PATH), model=(model, PARALLEL), optimizer=(optimizer, OF_PARALLEL))
+    require(**{name: (given, _stateful) for name, given in stateful.items()})
+
+
+def _stateful(given: Any) -> str | None:
+    fine = all(callable(getattr(given, method, None)) for method in ("state_dict", "load_state_dict"))
+    return None if fine else "an object with state_dict() and load_state_dict()"
 
 
 def _read(folder: Path) -> tuple[Path, str]:
     found = folders.find(folder)
     try:
-        return found, (found / folders.MANIFEST).read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{found / folders.MANIFEST} is damaged: {e}") from None
+        return found, read_text(found / folders.MANIFEST, MOST_BYTES)
+    except ValueError as e:
+        raise ValueError(f"the checkpoint in {found} is damaged: {e}") from None
 
 
 def _tied(model: ParallelModule) -> dict[str, str]:
@@ -266,6 +273,7 @@ def state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None = 
     Returns:
         ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "groups": {number: {...}}}}``.
     """
+    require(model=(model, PARALLEL), optimizer=(optimizer, OF_PARALLEL))
     with model._autopar.together("checkpoint.state_dict()"):
         return _state_dict(model, optimizer)
 
@@ -298,7 +306,12 @@ def load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | No
 
     Raises:
         AutoparError: the state is of another model or optimizer.
+        ValueError: an argument is wrong.
     """
+    require(
+        model=(model, PARALLEL), optimizer=(optimizer, OF_PARALLEL),
+        state=(state, a(Mapping, "what state_dict() of this module gives")),
+    )  # fmt: skip
     with model._autopar.together("checkpoint.load_state_dict()"):
         _load_state_dict(model, optimizer, state)
 

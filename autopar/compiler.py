@@ -14,6 +14,7 @@ from torch import nn
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar.capture import Batch, LossFunction, capture
 from autopar.capture.repeat import abridge
+from autopar.costs.arguments import AXES, FUNCTION, LOSS, OPTIMIZER, SIZE, a, optional, require
 from autopar.costs.budget import DefaultBudget, naming_default, reserve_of
 from autopar.costs.cluster import Cluster
 from autopar.costs.device import Device
@@ -142,7 +143,7 @@ def solve(
     with naming_default(memory), collector_paused():
         dims, kind = analyze(program), f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}"
         file = cache.file_of(program, dims, job, kind)
-        if file is not None and (known := cache.load(file, program)) is not None:
+        if file is not None and (known := cache.load(file, program, job)) is not None:
             job.progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
         plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
@@ -186,17 +187,58 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
         raise ValueError("the program is of one microbatch; give the whole batch's")
     if program.repeat is not None:
         raise ValueError(f"the program leaves blocks of {program.repeat.path} out; capture the whole model to run it")
-    if plan.fingerprint != program.fingerprint:
-        raise PlanError(
-            f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
-            "the model, its configuration, the batch's shapes or torch differ; plan again"
-        )
+    require_same_graph(plan, program)
     # Gradients of a pipeline are complete before the user calls backward(): nothing may depend on its argument.
     if plan.pipeline is not None and program.training:
         require_early_backward(program)
     # Microbatches first: passes see the shapes that run. The inner plan is that of the devices of one stage.
     part = microbatch_program(program, plan.microbatches, deterministic=replicate_random in passes)
     return run_passes(part, plan.inner, passes)
+
+
+def check_planning(
+    model: nn.Module,
+    batch: Batch | None,
+    loss_fn: LossFunction | None,
+    loss: Loss,
+    memory: str | float | None,
+    optimizer: str,
+    search: Search | None,
+) -> None:
+    """Refuse arguments that are none, before anything is captured.
+
+    Raises:
+        ValueError: names the first, and what is expected.
+    """
+    require(
+        model=(model, a(nn.Module, "a torch.nn.Module")),
+        loss_fn=(loss_fn, optional(FUNCTION)),
+        loss=(loss, optional(LOSS)),
+        memory=(memory, optional(SIZE)),
+        optimizer=(optimizer, OPTIMIZER),
+        search=(search, optional(a(Search, "an autopar.Search"))),
+    )
+    if loss is not None and loss_fn is not None:
+        raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
+    if batch is not None:
+        binding.passed(batch)
+
+
+BATCH = a((tuple, list, Mapping, binding.Passed), "a tuple of positional arguments, as (x,), or a dict of named ones")
+"""The batch of a function that needs one."""
+
+
+def require_same_graph(plan: Plan, program: Program) -> None:
+    """Refuse a plan of another graph.
+
+    Raises:
+        PlanError: says so.
+    """
+    if plan.fingerprint != program.fingerprint:
+        raise PlanError(
+            f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
+            "the model, its configuration, the batch's shapes or torch differ; plan again"
+        )
 
 
 def plan(
@@ -230,11 +272,16 @@ def plan(
         progress: called with ``(phase, incumbent, bound)``.
 
     Raises:
+        ValueError: an argument is wrong.
         CaptureError, MissingRuleError, InfeasibleError: see there.
     """
+    require(batch=(batch, BATCH))
+    check_planning(model, batch, loss_fn, loss, memory, optimizer, search)
+    require(axes=(axes, optional(AXES)), progress=(progress, optional(FUNCTION)))
     policy = Precision.resolve(precision)
     machine = Cluster.resolve(cluster)
     axes = axes or {"device": machine.group_sizes[0] if machine.group_sizes else 1}
+    (search or Search()).require_axes(axes)
     program = program_to_plan(
         model, batch, loss_fn=loss_fn, loss=loss, precision=policy, search=search, progress=progress
     )

@@ -13,6 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
+from autopar.compiler import check_planning
+from autopar.costs.arguments import FLAG, FUNCTION, PATH, a, number, optional, require
 from autopar.costs.budget import DefaultBudget
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import parse_bytes
@@ -21,7 +23,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.signature.outputs import Loss
 from autopar.module.parallel_module import ParallelModule, parallel_module
-from autopar.runtime.compiled.backend import Compile, backend_of
+from autopar.runtime.compiled.backend import Compile, backend_of, no_backend
 from autopar.runtime.compiled.compiler import Compiler
 from autopar.runtime.compiled.interpreter import Interpreter
 from autopar.runtime.devices import cluster_of_device, reserve_of_device
@@ -97,9 +99,21 @@ def parallelize(
         ValueError: an argument is wrong.
         CaptureError, MissingRuleError, InfeasibleError, PlanError, RankError: see there.
     """
+    check_planning(model, batch, loss_fn, loss, memory, optimizer, search)
+    require(
+        mesh=(mesh, optional(a(DeviceMesh, "a torch.distributed.DeviceMesh"))),
+        inputs=(inputs, a(str, '"global" (ranks pass the whole batch) or "local" (their part)')),
+        deterministic=(deterministic, FLAG),
+        cluster=(cluster, optional(a((Cluster, str, Path), "a Cluster, a preset's name or a TOML file"))),
+        plan=(plan, optional(a((Plan, str, Path), "a Plan or its file"))),
+        timeout=(timeout, number(0, above=True)),
+        init=(init, optional(PATH if not callable(init) else FUNCTION)),
+        check=(check, FLAG),
+        compile=(compile, optional(no_backend)),
+    )
     _check_arguments(model, inputs)
-    if loss is not None and loss_fn is not None:
-        raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
+    if mesh is not None and search is not None and plan is None:
+        search.require_axes(dict(axes_of(mesh)))
     policy = Precision.resolve(precision)
     _check_optimizers(model)
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan

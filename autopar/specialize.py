@@ -158,18 +158,22 @@ def specialize(
         if same_graph(program, other.program):
             return replace(other, program=program)
     # As plain data: a broadcast pickles it, which depends on classes otherwise.
-    plan = Plan.from_dict(
-        context.decide(
-            lambda: plan_again(program, request, options, context, placements).to_dict(),
-            "the plan, which rank 0 searches",
-        )
+    data, claimed = context.decide(
+        lambda: _as_data(plan_again(program, request, options, context, placements)), "the plan, which rank 0 searches"
     )
+    plan = Plan.from_dict(data)
+    plan = replace(plan, certificate=replace(plan.certificate, claimed=claimed))
     context = with_axes(context, plan.axes)
     local, step, order = context.together(lambda: _build(program, plan, options, context), "rewriting the graph")
     context.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
     part = microbatch_program(program, plan.microbatches, deterministic=options.deterministic)
     offloaded = graph_info(local.graph).offloaded_states
     return Specialization(program, part, plan, step, context, _seed(step.program, options, context), offloaded)
+
+
+def _as_data(plan: Plan) -> tuple[dict[str, Any], bool]:
+    """A plan, and whether its certificate is a file's claim."""
+    return plan.to_dict(), plan.certificate.claimed
 
 
 def _build(program: Program, plan: Plan, options: CompileOptions, context: MeshContext) -> tuple[Program, Step, str]:

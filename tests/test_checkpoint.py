@@ -116,11 +116,11 @@ def test_a_checkpoint_of_something_else_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"folder": 3}, "folder must be a path"),
-        ({"model": nn.Linear(2, 2)}, "model must be what parallelize"),
-        ({"step": -1}, "step must be a whole number"),
-        ({"keep": True}, "keep must be a whole number of at least 1"),
-        ({"scheduler": 0.1}, r"scheduler must have state_dict\(\) and load_state_dict\(\), got a float"),
+        ({"folder": 3}, "folder=3: expected a path"),
+        ({"model": nn.Linear(2, 2)}, r"expected what parallelize\(\) returned"),
+        ({"step": -1}, "step=-1: expected a whole number from 0"),
+        ({"keep": True}, "keep=True: expected a whole number from 1"),
+        ({"scheduler": 0.1}, r"scheduler=0\.1: expected an object with state_dict\(\) and load_state_dict\(\)"),
         ({"extra": {"f": print}}, r"extra\['f'\] is a builtin_function_or_method, which cannot be saved"),
     ],
 )

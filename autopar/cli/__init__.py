@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli.check import check_command
 from autopar.cli.explain import diff_command, explain_command
 from autopar.cli.machine import calibrate_command, doctor_command, ops_command
 from autopar.cli.plan import plan_command
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan_command,
     "explain": explain_command,
     "diff": diff_command,
+    "check": check_command,
     "verify": verify_command,
     "simulate": simulate_command,
     "calibrate": calibrate_command,

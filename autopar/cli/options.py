@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ def pipeline_pins(
         return {}
     if stages.strip() == "search":
         return {"stages": "search", **found}
-    numbered = stages.isascii() and stages.isdigit()
+    numbered = re.fullmatch(r"-?[0-9]{1,9}", stages.strip())
     return {"stages": int(stages) if numbered else [name.strip() for name in stages.split(",")], **found}
 
 

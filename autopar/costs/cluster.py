@@ -10,16 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
+from autopar.costs.arguments import PATH, a, require
 from autopar.costs.device import FLOAT_DTYPES as FLOAT_DTYPES
 from autopar.costs.device import Device as Device
 from autopar.costs.device import Link as Link
-from autopar.costs.device import check_name, suggest
+from autopar.costs.device import check_name, shown, suggest
+from autopar.costs.read_file import read_text
 
 _T = TypeVar("_T")
 
@@ -27,6 +32,9 @@ _FOLDER = Path(__file__).with_name("presets")
 
 PRESETS: tuple[str, ...] = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 """Names that `Cluster.preset` knows: public figures, the source beside each number, in the folder ``presets``."""
+
+MOST_BYTES, MOST_IN_A_LINE = 2**18, 1000
+"""Of a file, and characters of a line: presets have two thousand, and two hundred."""
 
 _OPTIONAL = ("efficiency", "fused", "units", "ramp", "streaming", "host", "host_bandwidth", "copies")
 _FIGURES = ("memory", "bandwidth", "launch", *_OPTIONAL)
@@ -56,11 +64,19 @@ class Cluster:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        if not isinstance(self.device, Device):
+            raise ValueError(f"device must be a Device, got {self.device!r}")
+        for key, kind in (("links", Link), ("group_sizes", int)):
+            value = getattr(self, key)
+            if not isinstance(value, list | tuple) or not all(isinstance(v, kind) for v in value):
+                raise ValueError(f"{key} must be a tuple of {kind.__name__}s, got {value!r}")
+        if not isinstance(self.axis_links, Mapping) or not all(isinstance(v, Link) for v in self.axis_links.values()):
+            raise ValueError(f"axis_links must give a Link for each name of an axis, got {self.axis_links!r}")
+        for name in self.axis_links:
+            check_name(name, "a name in axis_links")
         object.__setattr__(self, "links", tuple(self.links))
         object.__setattr__(self, "group_sizes", tuple(self.group_sizes))
         object.__setattr__(self, "axis_links", {name: self.axis_links[name] for name in sorted(self.axis_links)})
-        for name in self.axis_links:
-            check_name(name)
         if not self.links:
             raise ValueError("links is empty: give at least one, between neighboring devices")
         if len(self.group_sizes) != len(self.links) - 1:
@@ -70,7 +86,7 @@ class Cluster:
             )
         inner = 1
         for size in self.group_sizes:
-            if isinstance(size, bool) or not isinstance(size, int) or size < inner or size % inner:
+            if isinstance(size, bool) or not inner <= size < 2**31 or size % inner:
                 raise ValueError(
                     f"group_sizes {list(self.group_sizes)} must be positive integers, each a multiple of the one before"
                 )
@@ -98,6 +114,7 @@ class Cluster:
         >>> [link.name for link in Cluster.preset("h100").link_for({"node": 32, "gpu": 8})]
         ['InfiniBand NDR', 'NVLink 4']
         """
+        require(axis_sizes=(axis_sizes, a(Mapping, "the size of each axis by its name, such as {'gpu': 8}")))
         for name, size in axis_sizes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"mesh axis {name!r} has size {size!r}: it must be a positive integer")
@@ -149,7 +166,7 @@ class Cluster:
             ValueError: there is none of that name.
         """
         if name not in PRESETS:
-            raise ValueError(f"no cluster preset {name!r}{suggest(name, PRESETS)}")
+            raise ValueError(f"no cluster preset {name!r}{suggest(str(name), PRESETS)}")
         return Cluster.load(_FOLDER / f"{name}.toml")
 
     @staticmethod
@@ -161,26 +178,26 @@ class Cluster:
         """
         if isinstance(spec, Cluster):
             return spec
+        require(cluster=(spec, PATH))
         if isinstance(spec, str) and spec in PRESETS:
             return Cluster.preset(spec)
-        if Path(spec).is_file():
+        if _is_file(spec):
             return Cluster.load(spec)
-        raise ValueError(f"cluster {str(spec)!r} is neither a file nor a preset{suggest(str(spec), PRESETS)}")
+        raise ValueError(f"cluster {shown(str(spec))} is neither a file nor a preset{suggest(str(spec), PRESETS)}")
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
         """Read a cluster from a TOML file, as `to_toml` writes it.
 
         Raises:
-            ValueError: a key is missing, unknown or has a wrong value; the message names file, key and remedy.
-            OSError: the file cannot be read.
+            ValueError: it is no such file, or a key is missing, unknown or has a wrong value; names file, key and
+                remedy.
+            OSError: the file does not exist or cannot be read.
         """
+        require(path=(path, PATH))
+        text = read_text(path, MOST_BYTES)
         try:
-            return _parse_cluster(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not a text file in UTF-8; write it with Cluster.save") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path}: not valid TOML: {error}; Cluster.save shows the format") from error
+            return Cluster.from_toml(text)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -189,12 +206,32 @@ class Cluster:
         """Inverse of `to_toml`.
 
         Raises:
-            ValueError: a key is missing, unknown or has a wrong value.
+            ValueError: it is not valid TOML, or a key is missing, unknown or has a wrong value.
         """
-        return _parse_cluster(tomllib.loads(text))
+        require(text=(text, a(str, "the text of a TOML file, as to_toml() gives it")))
+        # Python's parser takes time that grows with the square of a dotted key's depth.
+        longest = max(map(len, text.split("\n")))
+        if len(text) > MOST_BYTES or longest > MOST_IN_A_LINE:
+            raise ValueError(
+                f"{len(text)} characters, {longest} in a line: at most {MOST_BYTES} and {MOST_IN_A_LINE} are read; "
+                "Cluster.save shows the format"
+            )
+        try:
+            document = tomllib.loads(text)
+        except RecursionError as error:
+            raise ValueError("not valid TOML: nested too deep; Cluster.save shows the format") from error
+        except ValueError as error:
+            raise ValueError(f"not valid TOML: {error}; Cluster.save shows the format") from error
+        return _cluster_of(document)
 
     def save(self, path: str | Path) -> None:
-        """Write a TOML file that `load` reads back as an equal cluster."""
+        """Write a TOML file that `load` reads back as an equal cluster.
+
+        Raises:
+            ValueError: ``path`` is no path.
+            OSError: the file cannot be written.
+        """
+        require(path=(path, PATH))
         Path(path).write_text(self.to_toml(), encoding="utf-8")
 
     def to_toml(self) -> str:
@@ -218,21 +255,16 @@ class Cluster:
         return hashlib.sha256(self.to_toml().encode()).hexdigest()[:16]
 
 
+def _is_file(path: str | Path) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # too long to be one
+        return False
+
+
 def _quote(text: str) -> str:
     # TOML's basic strings escape like JSON's as long as every character is printable, which names are.
     return json.dumps(text, ensure_ascii=False)
-
-
-def _table(value: object, where: str, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where.rstrip('.')} must be a table of {', '.join(required)}, got {value!r}")
-    for key in value:
-        if key not in required + optional:
-            raise ValueError(f"unknown key {where}{key}: remove it{suggest(key, required + optional)}")
-    for key in required:
-        if key not in value:
-            raise ValueError(f"missing key {where}{key}: add it{_REMEDY.get(key, '')}")
-    return value
 
 
 _REMEDY = {
@@ -243,33 +275,66 @@ _REMEDY = {
     "flops": ", operations per second by dtype",
     "links": ", one [[links]] table per level, innermost first",
     "device": ", a table [device]",
+    "axis_links": ", an [axis_links.NAME] table for each axis",
+    "group_sizes": " of integers",
 }
 
+_IN_WORDS = {"float": "a number", "int": "an integer", "str": "text", "array": "a list", "object": "a table"}
 
-def _parse_link(value: object, where: str) -> Link:
-    table = _table(value, where, ("name", "bandwidth", "latency"), ("algorithms", "copies", "contention"))
-    return _named(where, Link, table)
+_NOT_STATED = {"neighbors"}
+"""Fields that `Cluster.link_for` finds out."""
 
 
-def _named(where: str, build: type[_T], table: dict[str, Any]) -> _T:
+def _cluster_of(document: dict[str, Any]) -> Cluster:
+    """A cluster from the tables of a file. Each part by itself, so that an error has its whole path."""
+    _require_keys(document, Cluster, "")
+    table = _typed(document["device"], dict[str, Any], "device")
+    _require_keys(table, Device, "device.")
+    flops = _tables(table["flops"], float, "device.flops")
+    links = _typed(document["links"], list[Any], "links")
+    axis_links = _tables(document.get("axis_links", {}), Link, "axis_links")
+    return Cluster(
+        _typed(document["name"], str, "name"),
+        _typed({**table, "flops": flops}, Device, "device"),
+        tuple(_typed(link, Link, f"links[{i}]") for i, link in enumerate(links)),
+        tuple(_typed(document.get("group_sizes", []), list[int], "group_sizes")),
+        axis_links,
+    )
+
+
+def _tables(value: object, kind: type[_T], where: str) -> dict[str, _T]:
+    """A table whose keys are names, and whose values are of one kind."""
+    return {key: _typed(inner, kind, f"{where}.{key}") for key, inner in _typed(value, dict[str, Any], where).items()}
+
+
+def _typed(value: object, kind: type[_T], where: str) -> _T:
+    """The value in this type, strictly: no text is a number, and no bool.
+
+    Raises:
+        ValueError: it is of another type, or the type's own checks refuse it; names the path of the key.
+    """
+    if is_dataclass(kind) and isinstance(value, dict):
+        _require_keys(value, kind, f"{where}.")
     try:
-        return build(**table)
-    except ValueError as error:
-        raise ValueError(f"{where}{error}") from error
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        # "Expected `float`, got `str` - at `$.memory`", or what the class itself says of its own keys.
+        reason, _, place = str(error).partition(" - at `$")
+        if (named := re.fullmatch(r"Expected `(\w+)`, got `(\w+)`", reason)) is None:
+            raise ValueError(f"{where}{place.rstrip('`')}.{reason}") from error
+        wanted, got = (_IN_WORDS.get(word, word) for word in named.groups())
+        path = where + place.rstrip("`")
+        remedy = _REMEDY.get(re.split(r"[.\[]", path)[-1] or path, "")
+        raise ValueError(f"{path} must be {wanted}{remedy}, and is {got}") from error
 
 
-def _parse_cluster(document: dict[str, Any]) -> Cluster:
-    table = _table(document, "", ("name", "device", "links"), ("group_sizes", "axis_links"))
-    keys = ("name", "flops", "memory", "bandwidth", "launch")
-    device = _named("device.", Device, _table(table["device"], "device.", keys, (*_OPTIONAL, "kind")))
-    if not isinstance(table["links"], list):
-        raise ValueError("links must be [[links]] tables, one per level, innermost first")
-    links = tuple(_parse_link(link, f"links[{i}].") for i, link in enumerate(table["links"]))
-    overrides = table.get("axis_links", {})
-    if not isinstance(overrides, dict):
-        raise ValueError(f"axis_links must be [axis_links.NAME] tables, got {overrides!r}")
-    axis_links = {axis: _parse_link(link, f"axis_links.{axis}.") for axis, link in overrides.items()}
-    group_sizes = table.get("group_sizes", [])
-    if not isinstance(group_sizes, list):
-        raise ValueError(f"group_sizes must be a list of integers, got {group_sizes!r}")
-    return Cluster(table["name"], device, links, tuple(group_sizes), axis_links)
+def _require_keys(table: dict[str, Any], kind: type, where: str) -> None:
+    """Refuse keys that the class does not have, and the lack of those without a default."""
+    stated = [f for f in fields(kind) if f.name not in _NOT_STATED]
+    known = tuple(f.name for f in stated)
+    for key in table:
+        if key not in known:
+            raise ValueError(f"unknown key {where}{key}: remove it{suggest(key, known)}")
+    for f in stated:
+        if f.name not in table and f.default is MISSING and f.default_factory is MISSING:
+            raise ValueError(f"missing key {where}{f.name}: add it{_REMEDY.get(f.name, '')}")

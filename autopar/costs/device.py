@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 ALGORITHMS = ("ring", "tree", "pat")
 """How libraries may run collectives; `autopar.costs.collectives` says what each costs."""
@@ -15,6 +16,11 @@ FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 KIND_NAMES = ("cuda", "rocm", "cpu")
 """Kinds of devices: what a process has on one besides tensors depends on it, see `autopar.costs.budget`."""
+
+MOST_IN_A_NAME = 200
+
+SHOWN = 100
+"""Characters of a value in an error."""
 
 _SHARES = ("efficiency", "fused", "streaming")
 
@@ -68,9 +74,11 @@ class Device:
     def __post_init__(self) -> None:
         check_name(self.name)
         if self.kind not in KIND_NAMES:
-            raise ValueError(f"kind {self.kind!r} is not known{suggest(str(self.kind), KIND_NAMES)}")
+            raise ValueError(f"kind {shown(self.kind)} is not known{suggest(str(self.kind), KIND_NAMES)}")
         if not isinstance(self.flops, Mapping) or not self.flops:
-            raise ValueError(f"flops must give operations per second by dtype, e.g. float32 = 1e12, got {self.flops!r}")
+            raise ValueError(
+                f"flops must give operations per second by dtype, e.g. float32 = 1e12, got {shown(self.flops)}"
+            )
         for dtype in self.flops:
             if dtype not in FLOAT_DTYPES:
                 raise ValueError(f"flops.{dtype} is not a known dtype{suggest(dtype, FLOAT_DTYPES)}")
@@ -86,8 +94,8 @@ class Device:
             if getattr(self, key) > 1:
                 raise ValueError(f"{key} is a share of the peak, at most 1, got {getattr(self, key)!r}")
         # A bool is an int to Python: `units = true` in a file would count as 1.
-        if isinstance(self.units, bool) or not isinstance(self.units, int) or self.units < 1:
-            raise ValueError(f"units must be a positive integer, got {self.units!r}")
+        if isinstance(self.units, bool) or not isinstance(self.units, int) or not 1 <= self.units < 2**31:
+            raise ValueError(f"units must be a positive integer, got {shown(self.units)}")
 
     @property
     def draws_dropout(self) -> bool:
@@ -140,7 +148,7 @@ class Link:
     def __post_init__(self) -> None:
         check_name(self.name)
         if not isinstance(self.algorithms, list | tuple) or not self.algorithms:
-            raise ValueError(f"algorithms must be a list of {', '.join(ALGORITHMS)}, got {self.algorithms!r}")
+            raise ValueError(f"algorithms must be a list of {', '.join(ALGORITHMS)}, got {shown(self.algorithms)}")
         for name in self.algorithms:
             if name not in ALGORITHMS:
                 raise ValueError(f"algorithms has {name!r}{suggest(str(name), ALGORITHMS)}")
@@ -154,20 +162,29 @@ class Link:
 
 def _positive(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{key} must be a positive number, got {value!r}")
+        raise ValueError(f"{key} must be a positive number, got {shown(value)}")
     return float(value)
 
 
 def _not_negative(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{key} must be a number that is not negative, got {value!r}")
+        raise ValueError(f"{key} must be a number that is not negative, got {shown(value)}")
     return float(value)
 
 
-def check_name(name: object) -> None:
+def check_name(name: object, what: str = "name") -> None:
     """Refuse names that are no line of text, which TOML files and tables could not show."""
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise ValueError(f"name must be a line of text, got {name!r}")
+    if not isinstance(name, str) or not name or not name.isprintable() or len(name) > MOST_IN_A_NAME:
+        raise ValueError(f"{what} must be a line of text, at most {MOST_IN_A_NAME} characters, got {shown(name)}")
+
+
+def shown(value: Any) -> str:
+    """A value in an error: its text if that is short, else its type."""
+    try:
+        text = repr(value)
+    except Exception:  # whatever a user's class does
+        text = ""
+    return text if 0 < len(text) <= SHOWN and text.isprintable() else f"<{type(value).__name__}>"
 
 
 def suggest(word: str, known: tuple[str, ...]) -> str:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from autopar.costs.device import shown
+
+MOST = 2**60
+"""Bytes that anybody may ask for."""
+
 _STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1}
+
+OPTIMIZERS = tuple(_STATES)
+"""Names of optimizers whose state is known."""
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -88,15 +96,20 @@ def parse_bytes(size: str | int | float) -> int:
     True
     """
     if isinstance(size, bool) or not isinstance(size, str | int | float):
-        raise ValueError(f"a size in bytes must be a number or text such as '70GiB', got {size!r}")
+        raise ValueError(f"a size in bytes must be a number or text such as '70GiB', got {shown(size)}")
     # ASCII: \d alone matches the digits of every script.
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(size), re.ASCII)
     if match is None:
-        raise ValueError(f"cannot read {size!r} as a size in bytes: write a number and a unit, such as '70GiB'")
+        raise ValueError(f"cannot read {shown(size)} as a size in bytes: write a number and a unit, such as '70GiB'")
     number, unit = match.groups()
     if unit.lower() not in _UNITS_BY_LOWER:
         known = ", ".join(name for name in _UNITS if name)
-        raise ValueError(f"unknown unit {unit!r} in the size {size!r}: use one of {known}")
+        raise ValueError(f"unknown unit {unit!r} in the size {shown(size)}: use one of {known}")
+    # Not as an exact fraction: an exponent of nine digits would take all memory.
+    if float(number) > MOST or float(number) * _UNITS_BY_LOWER[unit.lower()] > MOST:
+        raise ValueError(f"the size {shown(size)} is more than any device has: at most {MOST} bytes, such as '70GiB'")
+    if float(number) == 0:
+        return 0
     # Exact: a product of floats may end just below a whole number, and int() cuts off.
     return int(Fraction(number) * _UNITS_BY_LOWER[unit.lower()])
 

@@ -28,7 +28,7 @@ from autopar.explain.html_pipeline import (
 )
 from autopar.explain.recipes import Comparison
 from autopar.explain.tables.recipes import comparison_list
-from autopar.explain.what_if import Case, Tick, memory_of, what_if
+from autopar.explain.what_if import Case, Tick, memory_of, needed_by, what_if
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_seconds, format_share
 from autopar.ir.precision import Precision
@@ -126,20 +126,20 @@ def page_data(
         "modules": _modules(plan),
         "traffic": _traffic(plan),
         "whatif": [_case(case) for case in cases],
-        **(_pipeline(step, plan, budget) if isinstance(step, SimulatedPipeline) else _one_device(step, budget)),
+        **(_pipeline(step, plan, budget) if isinstance(step, SimulatedPipeline) else _one_device(step, plan, budget)),
     }
 
 
-def _one_device(timeline: Timeline, budget: float) -> dict[str, Any]:
+def _one_device(timeline: Timeline, plan: Plan, budget: float) -> dict[str, Any]:
     """The step of a plan without stages: all devices do the same."""
-    return {"timeline": _timeline(timeline), "memory": _memory(timeline, budget), "stages": [], "pipeline": []}
+    return {"timeline": _timeline(timeline), "memory": _memory(timeline, plan, budget), "stages": [], "pipeline": []}
 
 
 def _pipeline(step: SimulatedPipeline, plan: Plan, budget: float) -> dict[str, Any]:
     """The step of a plan with stages: a lane for each device of the pipeline."""
     return {
         "timeline": _pipeline_timeline(step, plan),
-        "memory": _pipeline_memory(step, budget),
+        "memory": _pipeline_memory(step, plan, budget),
         "stages": stage_rows(step, plan),
         "pipeline": device_rows(step),
     }
@@ -149,7 +149,6 @@ def _facts(plan: Plan, step: Timeline | SimulatedPipeline, budget: float) -> lis
     """The figures at the top of the page."""
     staged = isinstance(step, SimulatedPipeline)
     timeline = step.timeline if isinstance(step, SimulatedPipeline) else step
-    peaks = step.peaks if isinstance(step, SimulatedPipeline) else [step.peak_memory(0)]
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axes)
     splits = f"{plan.microbatches} microbatches" + (f", {len(plan.stages)} stages" if staged else "")
     predicted = "step, predicted" if plan.overlap else "step, nothing overlapped"
@@ -158,22 +157,22 @@ def _facts(plan: Plan, step: Timeline | SimulatedPipeline, budget: float) -> lis
         (predicted, format_seconds(plan.predicted.step_seconds)),
         ("step, simulated, without the optimizer's", format_seconds(timeline.step_seconds)),
         *([("the step is split into", splits)] if plan.microbatches > 1 or staged else []),
-        ("parameters, gradients, optimizer", f"{format_bytes(memory_of(plan))} of {format_bytes(budget)}"),
-        ("peak memory, simulated", format_bytes(max(sum(peak.values()) for peak in peaks))),
+        ("peak memory per device, of the budget", f"{format_bytes(needed_by(plan))} of {format_bytes(budget)}"),
+        ("of that between steps", format_bytes(memory_of(plan))),
         ("gap to the lower bound", format_share(plan.certificate.gap)),
     ]
 
 
 def _recipes(plan: Plan, recipes: Sequence[Comparison]) -> Rows:
     own = {"name": "this plan", "seconds": plan.predicted.step_seconds, "ratio": 1.0, "reason": "", "chosen": True}
-    rows = [{**own, "memory": memory_of(plan)}]
+    rows = [{**own, "memory": needed_by(plan)}]
     for row in comparison_list(plan, recipes):
         rows.append(
             {
                 "name": row["recipe"],
                 "recomputing": row["recomputing"],
                 "seconds": row.get("step_seconds"),
-                "memory": row.get("memory_bytes"),
+                "memory": row.get("peak_bytes"),
                 "ratio": row.get("ratio"),
                 "reason": row.get("reason", ""),
                 "chosen": False,
@@ -220,6 +219,7 @@ def _case(case: Case) -> dict[str, Any]:
         "memory": case.memory_bytes,
         "splits": case.splits,
         "reason": case.reason,
+        "needed": case.needed,
         "chosen": case.given,
     }
 
@@ -272,7 +272,15 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * MICROSECONDS, 3)
 
 
-def _pipeline_memory(step: SimulatedPipeline, budget: float) -> dict[str, Any]:
+def _limited(simulated: float, plan: Plan) -> str:
+    """Which figure the budget is about, where the simulation has another one."""
+    return (
+        f"At most {format_bytes(simulated)} here; the budget is about the peak of the plan's graph, "
+        f"{format_bytes(needed_by(plan))}, as everywhere else on this page."
+    )
+
+
+def _pipeline_memory(step: SimulatedPipeline, plan: Plan, budget: float) -> dict[str, Any]:
     """Bytes over time on the device with the highest peak; only activations vary, the rest stays as at the peak."""
     device, end = step.fullest, step.timeline.step_seconds
     times, by_category = step.timeline.memory(device)
@@ -284,20 +292,20 @@ def _pipeline_memory(step: SimulatedPipeline, budget: float) -> dict[str, Any]:
     ordered = sorted(shown.items(), key=lambda item: -max(item[1]))
     return {
         "caption": f"On device {device} of the pipeline, which has the highest peak, simulated. Transient memory, "
-        "which is freed within a task, is drawn as at its peak.",
+        f"which is freed within a task, is drawn as at its peak. {_limited(sum(step.peaks[device].values()), plan)}",
         "times": [_microseconds(float(t)) for t in (0.0, *times, end)],
         "categories": {name: [round(size) for size in sizes] for name, sizes in ordered},
         "budget": budget,
     }
 
 
-def _memory(timeline: Timeline, budget: float) -> dict[str, Any]:
+def _memory(timeline: Timeline, plan: Plan, budget: float) -> dict[str, Any]:
     """Bytes by category over time, the largest category at the bottom."""
     times, by_category = timeline.memory(0)
     # The largest is drawn first, at the bottom, where it is easiest to read.
     shown = sorted((n for n, sizes in by_category.items() if sizes.any()), key=lambda n: -float(by_category[n].max()))
     return {
-        "caption": "On one device, simulated.",
+        "caption": f"On one device, simulated. {_limited(sum(timeline.peak_memory(0).values()), plan)}",
         "times": [_microseconds(float(t)) for t in times],
         "categories": {name: [round(float(b)) for b in by_category[name]] for name in shown},
         "budget": budget,

@@ -10,7 +10,8 @@ from pathlib import Path
 from torch import nn
 
 from autopar.capture import Batch, LossFunction
-from autopar.compiler import default_memory, program_to_plan, solve
+from autopar.compiler import check_planning, default_memory, program_to_plan, solve
+from autopar.costs.arguments import AXES, require
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
@@ -86,7 +87,10 @@ def find_plan(
     Raises:
         KeyboardInterrupt: Ctrl-C came a second time, or before there was a plan that fits.
     """
+    check_planning(model, batch, loss_fn, loss, memory, optimizer, search)
+    require(axes=(axes, AXES))
     search, machine = search or Search(), Cluster.resolve(cluster)
+    search.require_axes(axes)
     program = program_to_plan(
         model, batch, loss_fn=loss_fn, loss=loss, precision=precision, search=search, progress=progress
     )

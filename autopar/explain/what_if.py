@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +41,7 @@ class Case:
         memory_bytes: per device at its peak; None without a plan.
         splits: into how many microbatches and stages, for people; empty: the whole batch at once.
         reason: why there is no plan.
+        needed: bytes per device that would do, where the budget is why; None: it is not, or there is a plan.
         given: whether it is the case of the plan itself.
     """
 
@@ -51,6 +52,7 @@ class Case:
     memory_bytes: float | None = None
     splits: str = ""
     reason: str = ""
+    needed: float | None = None
     given: bool = False
 
 
@@ -87,9 +89,10 @@ def what_if(
     # Dozens of searches: each is short, and none is checked, as nobody runs these plans.
     search = replace(search, time_limit=min(search.time_limit, SECONDS), check=False)
     batches, meshes = _batches(batch), _meshes(found.axes)
+    solved: Iterable[Case]
     # Descending: see `_solved`.
     budgets = sorted((budget * factor for factor in FACTORS), reverse=True)
-    total, cases = len(batches) * len(meshes) * len(budgets), []
+    total, cases = len(batches) * len(meshes) * len(budgets), list[Case]()
     for samples, scaled in batches:
         # A pinned number of microbatches divides the plan's own batch, not every other.
         own_search = search if scaled is batch else without_count(search)
@@ -97,10 +100,15 @@ def what_if(
         wanted = [(axes, _cases(axes, budgets, samples, given)) for axes in meshes]
         try:
             program = program_to_plan(model, scaled, loss_fn=loss_fn, loss=loss, precision=precision, search=search)
-        except AutoparError as e:  # a model may insist on the size of its batch
-            cases += [replace(case, reason=reason_of(e)) for _, each in wanted for case in each]
-            continue
-        for case in (case for axes, each in wanted for case in _solved(program, axes, each, found, own_search)):
+        # The model may insist on the size of its batch, by whatever error.
+        except Exception as e:
+            if scaled is batch:
+                raise
+            reason = str(e) if isinstance(e, AutoparError) else f"{type(e).__name__}: {e}"
+            solved = [replace(case, reason=reason or type(e).__name__) for _, each in wanted for case in each]
+        else:
+            solved = (case for axes, each in wanted for case in _solved(program, axes, each, found, own_search))
+        for case in solved:
             cases.append(case)
             tick(len(cases), total, f"{case.devices} devices, {case.samples} samples")
     return cases
@@ -130,15 +138,15 @@ def _solved(
             yield _with_plan(case, found)
             continue
         if failed is not None:
-            yield replace(case, reason=_too_small(failed, case.budget))
+            yield _without_plan(case, InfeasibleError(str(failed), needed=failed.needed, budget=case.budget))
             continue
         try:
             if fits is None or needed_by(fits) > case.budget:
                 fits = solve(program, axes, found.cluster, memory=case.budget, optimizer=found.optimizer, search=search)
             yield _with_plan(case, fits)
-        except (InfeasibleError, ValueError) as e:
+        except (AutoparError, ValueError) as e:
             failed = e if isinstance(e, InfeasibleError) and e.needed is not None else None
-            yield replace(case, reason=reason_of(e))
+            yield _without_plan(case, e)
 
 
 def _with_plan(case: Case, plan: Plan) -> Case:
@@ -146,9 +154,9 @@ def _with_plan(case: Case, plan: Plan) -> Case:
     return replace(case, step_seconds=seconds, memory_bytes=memory, splits=splits_of(plan))
 
 
-def _too_small(failed: InfeasibleError, budget: float) -> str:
-    """Why a budget is too small, from the error of a larger one."""
-    return reason_of(InfeasibleError(str(failed), needed=failed.needed, budget=budget))
+def _without_plan(case: Case, error: Exception) -> Case:
+    needed = error.needed if isinstance(error, InfeasibleError) else None
+    return replace(case, reason=reason_of(error), needed=needed)
 
 
 def memory_of(plan: Plan) -> float:

@@ -9,17 +9,23 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
+from autopar.costs.arguments import PATH, require
 from autopar.costs.cluster import Cluster
+from autopar.costs.read_file import MIB, read_text
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout, parse_placement
 
 VERSION = 2
 """Of the format that `Plan.save` writes; `Plan.load` reads version 1, too."""
+
+MOST_BYTES = 256 * MIB
+"""Of a plan file; that of a model of a thousand layers has a few."""
 
 TIME_LIMIT, INTERRUPTED = "time limit", "interrupted"
 """Methods of certificates whose search did not end by itself."""
@@ -274,7 +280,13 @@ class Plan:
         return data
 
     def save(self, path: str | Path) -> None:
-        """Write readable JSON."""
+        """Write readable JSON.
+
+        Raises:
+            ValueError: ``path`` is no path.
+            OSError: the file cannot be written.
+        """
+        require(path=(path, PATH))
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
@@ -282,13 +294,21 @@ class Plan:
         """Read what `save` wrote.
 
         Raises:
-            PlanError: the file is missing, corrupt or of another version; names the file and the reason.
+            PlanError: the file is missing, no regular file, corrupt or of another version; names the file and the
+                reason.
+            ValueError: ``path`` is no path.
         """
+        require(path=(path, PATH))
         try:
-            return Plan.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            text = read_text(path, MOST_BYTES)
         except OSError as e:
             raise PlanError(f"cannot read plan file {path}: {e.strerror}") from e
-        # Of JSON, or of its encoding.
+        except ValueError as e:
+            raise PlanError(f"plan file {e}") from e
+        try:
+            return Plan.from_dict(json.loads(text))
+        except RecursionError as e:
+            raise PlanError(f"plan file {path} is corrupt: nested too deep; save it again with Plan.save") from e
         except ValueError as e:
             raise PlanError(f"plan file {path} is corrupt: {e}; save it again with Plan.save") from e
         except PlanError as e:
@@ -311,6 +331,52 @@ class Plan:
             return _parse(_of_version_1(data) if data["autopar_plan"] == 1 else data)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, msgspec.ValidationError) as e:
             raise PlanError(f"corrupt: {type(e).__name__}: {e}; save it again with Plan.save") from e
+
+    def check(
+        self,
+        model: Any,
+        batch: Any,
+        *,
+        loss_fn: Any = None,
+        loss: Any = None,
+        memory: str | float | None = None,
+        precision: Any = None,
+        search: Any = None,
+        deterministic: bool = False,
+        progress: Any = None,
+    ) -> Plan:
+        """Derive objective and lower bound anew, for a model, and verify the bound apart from the search.
+
+        What the plan says of its costs is compared with what its layouts cost, and nothing of it is used. The bound
+        comes from a new search, as with ``Search(check=True)``, which takes as long as planning and checking.
+
+        Args:
+            model: a `torch.nn.Module`, as it was planned; it may be on the meta device.
+            batch: as it was planned.
+            loss_fn: as it was planned.
+            loss: as it was planned.
+            memory: budget per device that it was planned for, such as ``"70GiB"``; default: as for `autopar.plan`.
+            precision: as it was planned.
+            search: the `Search` that it was planned with, which says of what plans the bound is. Default: no pins; of a
+                plan with stages, its stages, microbatches and schedule.
+            deterministic: as it was planned.
+            progress: called with ``(phase, incumbent, bound)``.
+
+        Returns:
+            The plan, its prediction counted here, whose certificate is verified: ``checked`` is the bound in seconds,
+            None where the search was cut short, and ``claimed`` is False.
+
+        Raises:
+            PlanError: the plan is for another graph, does not cost what it says, is above the budget, or its bounds are
+                refuted by a faster plan; names what differs.
+            CertificateError: the new search refutes itself.
+        """
+        # By name: planning is built on top of plans.
+        checked: Plan = import_module("autopar.explain.check_plan").check_plan(
+            self, model, batch, loss_fn=loss_fn, loss=loss, memory=memory, precision=precision, search=search,
+            deterministic=deterministic, progress=progress,
+        )  # fmt: skip
+        return checked
 
     def summary(self) -> str:
         """A table for people."""

@@ -202,7 +202,7 @@ def price_text(plan: Plan) -> str:
     return f"{format_bytes(size)} more per device would save about {format_seconds(saved)} per step ({share})"
 
 
-CLAIMED = "not here: these are the words of a file; `autopar plan --check` searches again and verifies"
+CLAIMED = "not here: these are the words of a file; `autopar check` derives them anew"
 
 
 def _checked(certificate: Certificate) -> str:

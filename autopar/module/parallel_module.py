@@ -14,7 +14,8 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.state.values import OWN as TORCHS
-from autopar.compiler import rewrite
+from autopar.compiler import BATCH, rewrite
+from autopar.costs.arguments import TEXT, a, require
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.module.copies import GENERATING, RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
@@ -121,6 +122,7 @@ class ParallelModule(nn.Module):
 
     def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
+        require(batch=(batch, BATCH))
         self._autopar.specialize(batch)
 
     @property
@@ -184,6 +186,7 @@ class ParallelModule(nn.Module):
         Raises:
             AutoparError: names are missing or unexpected, or a shape differs; nothing is changed then.
         """
+        require(state=(state, a(Mapping, "a state dict: tensors by name")))
         session, own = self._autopar, dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
         with session.context.during("load_full_state_dict()", in_step=False):
             load_full(self, own, state, session.context, session.types())
@@ -198,6 +201,7 @@ class ParallelModule(nn.Module):
 
     def explain(self, name: str) -> str:
         """Why a parameter has its layout; what of a module, or an operator, is saved or recomputed, and why."""
+        require(name=(name, TEXT))
         # Imported when it is asked for, which is rare.
         from autopar.explain.parameters import explain
 

@@ -11,12 +11,17 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from autopar.costs.read_file import MIB, read_text
+
+MOST_BYTES = 16 * MIB
+"""Of a file: a thousand devices and a thousand microbatches have ten."""
+
 Step = tuple[int, str, int]
 """Stage, kind (``F``, ``B``, ``I`` or ``W``) and microbatch."""
 
 # The spellings of torch's `_Action.__repr__`: actions that compute, those of communication and FSDP, and a forward that
 # overlaps a backward, which here run one after the other.
-_STEP = re.compile(r"(\d+)([FBIW])(\d+)")
+_STEP = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -28,14 +33,21 @@ def as_text(schedule: object) -> str:
         schedule: a name, rows of actions, the text of a table, or the path of a CSV file.
 
     Raises:
-        ValueError: it is none of these.
-        OSError: the file cannot be read.
+        ValueError: it is none of these, or the file is no text.
+        OSError: the file does not exist or cannot be read.
 
     >>> as_text([["0F0", "0B0"], ["1F0", "1B0"]])
     '0F0,0B0\n1F0,1B0'
     """
     if isinstance(schedule, Path) or (isinstance(schedule, str) and schedule.endswith(".csv")):
-        return Path(schedule).read_text(encoding="utf-8").strip()
+        text = read_text(schedule, MOST_BYTES).strip()
+        if not is_table(text):
+            raise ValueError(f"{schedule} holds no table of a schedule; write rows such as 0F0,0B0, one a device")
+        try:
+            parse(text)
+        except ValueError as e:
+            raise ValueError(f"{schedule}: {e}") from e
+        return text
     if isinstance(schedule, str):
         return schedule
     if isinstance(schedule, Iterable):

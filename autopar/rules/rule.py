@@ -18,6 +18,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from autopar.costs.arguments import FLAG, FUNCTION, a, number, optional, require
 from autopar.errors import InvalidRuleError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -39,6 +40,10 @@ class Spec:
 
     shape: tuple[int, ...]
     dtype: Any = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no shape."""
+        require(shape=(self.shape, a(tuple, "the sizes of all dims, as a tuple")))
 
     @property
     def ndim(self) -> int:
@@ -63,6 +68,10 @@ class Lowering:
     build: Callable[..., Any]
     together: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse what is no function."""
+        require(build=(self.build, FUNCTION), together=(self.together, FLAG))
+
 
 @dataclass(frozen=True)
 class Padding:
@@ -75,6 +84,15 @@ class Padding:
 
     inputs: tuple[float | None, ...] = ()
     output: float | None = None
+
+
+def _equation(value: Any) -> str | None:
+    fine = isinstance(value, str) and value.count("->") == 1
+    return None if fine else "an equation such as 'mk,kn->mn'"
+
+
+_LETTERS, _TABLE = a(str, "letters of the equation, such as 'k'"), a(Mapping, "a dict")
+_SETS = a((tuple, list), "a tuple of positions of arguments")
 
 
 @dataclass(frozen=True)
@@ -123,6 +141,16 @@ class Rule:
     padded: Mapping[str, Padding] | None = field(default_factory=lambda: MappingProxyType({}))
     zero: bool | None = None
     strides: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse other types: equations are read when they are needed."""
+        require(
+            equation=(self.equation, _equation), reduce=(self.reduce, _LETTERS), keep=(self.keep, _LETTERS),
+            blocked=(self.blocked, _LETTERS), linear=(self.linear, _SETS), shapes=(self.shapes, _SETS),
+            scaled=(self.scaled, _TABLE), lower=(self.lower, _TABLE), sizes=(self.sizes, _TABLE),
+            flops=(self.flops, number(0)), between=(self.between, number(0)), view=(self.view, FLAG),
+            random=(self.random, FLAG), padded=(self.padded, optional(_TABLE)), zero=(self.zero, optional(FLAG)),
+        )  # fmt: skip
 
     @cached_property
     def inputs(self) -> tuple[Dims, ...]:
@@ -232,6 +260,12 @@ def _register_own() -> None:
         importlib.import_module("autopar.strategies")
 
 
+def _operator(value: Any) -> str | None:
+    named = isinstance(value, str) and value.count(".") >= 1
+    known = hasattr(value, "_schema") and hasattr(value, "overloadpacket")
+    return None if named or known else "an operator's overload, such as torch.ops.aten.mm.default, or its name"
+
+
 def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function as the rule of each operator overload in ``targets``.
 
@@ -240,10 +274,14 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
 
     Raises:
         InvalidRuleError: an operator already has a rule.
+        ValueError: a target is no operator.
     """
+    for target in targets or (None,):
+        require(target=(target, _operator))
     _register_own()
 
     def register(function: RuleFunction) -> RuleFunction:
+        require(function=(function, FUNCTION))
         for target in targets:
             # Two rules would depend on which module is imported first.
             if target in _RULES:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from autopar.costs.arguments import FLAG, TEXT, Kind, number, optional, require, whole
 from autopar.costs.cluster import Cluster
+from autopar.pipeline.custom_schedule import as_text, is_table
+from autopar.pipeline.schedules import SCHEDULES
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
-from autopar.search.formulation.pins import Restrictions
-from autopar.search.formulation.recipes import GATHERS_ONCE, check_recipe
+from autopar.search.formulation.axis_roles import ROLES
+from autopar.search.formulation.pins import Restrictions, read_layout, read_placement
+from autopar.search.formulation.recipes import GATHERS_ONCE, check_recipe, roles_of
 from autopar.search.pipeline.shape import ScheduledStages
 
 Progress = Callable[[str, float, float], None]
@@ -86,7 +91,24 @@ class Search:
     cache: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse recipes and words that do not exist."""
+        """Refuse what is of the wrong type or out of range, and words that do not exist."""
+        require(
+            time_limit=(self.time_limit, number(0, infinite=True)),
+            gap=(self.gap, number(0)),
+            pins=(self.pins, _BY_NAME),
+            recipe=(self.recipe, optional(TEXT)),
+            roles=(self.roles, _BY_NAME),
+            seed=(self.seed, whole(0)),
+            tie_layers=(self.tie_layers, FLAG),
+            padding=(self.padding, FLAG),
+            check=(self.check, FLAG),
+            cache=(self.cache, FLAG),
+        )
+        for axis, role in self.roles.items():
+            if role not in ROLES:
+                raise ValueError(f"roles= gives axis {axis!r} the role {role!r}; there are {', '.join(ROLES)}")
+        for name, value in self.layouts.items():
+            _require_placements(name, value)
         check_recipe(self.recipe, self.roles)
         if self.pins.get(RECOMPUTE, "search") not in ("search", REGATHER, "none", *FORMER_REGATHER):
             raise ValueError(f"pin {RECOMPUTE!r} must be 'search', 'regather' or 'none', got {self.pins[RECOMPUTE]!r}")
@@ -98,15 +120,38 @@ class Search:
             raise ValueError(f"pin {MICROBATCHES!r} must be a positive whole number or 'search', got {count!r}")
 
         for name in (STAGES, VIRTUAL):
-            number = self.pins.get(name, 1)
-            if name == STAGES and (number == "search" or isinstance(number, list | tuple)):
+            count = self.pins.get(name, 1)
+            if name == STAGES and (isinstance(count, str) and count == "search"):
                 continue
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"pin {name!r} must be a positive whole number, got {number!r}")
+            if name == STAGES and isinstance(count, list | tuple):
+                if not count or not all(isinstance(module, str) and module for module in count):
+                    raise ValueError(f"pin {name!r} must name the modules at which later stages begin, got {count!r}")
+                continue
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ValueError(f"pin {name!r} must be a positive whole number, got {count!r}")
         if not self.pipelines and any(name in self.pins for name in (SCHEDULE, VIRTUAL, STAGE_AXIS)):
             raise ValueError(
                 f"pins {SCHEDULE!r}, {VIRTUAL!r} and {STAGE_AXIS!r} are for pipelines: pin {STAGES!r}, too"
             )
+        if STAGE_AXIS in self.pins:
+            require(**{f"pin {STAGE_AXIS!r}": (self.pins[STAGE_AXIS], TEXT)})
+        # A file is read when it is searched.
+        schedule = self.pins.get(SCHEDULE)
+        if SCHEDULE in self.pins and not (isinstance(schedule, str | Path) and str(schedule).endswith(".csv")):
+            text = as_text(schedule)
+            if not is_table(text) and text not in SCHEDULES:
+                raise ValueError(f"pin {SCHEDULE!r}: unknown schedule {text!r}; one of {', '.join(SCHEDULES)}")
+
+    def require_axes(self, axes: Mapping[str, int]) -> None:
+        """Refuse roles and pins of axes that a mesh does not have.
+
+        Raises:
+            ValueError: names the axis and those that there are.
+        """
+        roles_of(self.recipe, axes, self.roles)
+        # With stages, pins speak of the axes inside of one.
+        for name, value in self.layouts.items() if not self.pipelines else ():
+            read_layout(name, value, tuple(axes))
 
     @property
     def recompute(self) -> str:
@@ -168,6 +213,22 @@ class Search:
         """The pin ``microbatches``; None: it is searched."""
         count = self.pins.get(MICROBATCHES, "search")
         return None if count == "search" else int(count)
+
+
+def _require_placements(name: str, value: Any) -> None:
+    """Refuse what is no layout on any mesh."""
+    each = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
+    for placement in each:
+        if placement is not None:
+            read_placement(name, placement)
+
+
+def _by_name(value: Any) -> str | None:
+    fine = isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)
+    return None if fine else "a dict by name"
+
+
+_BY_NAME: Kind = _by_name
 
 
 def silent(phase: str, incumbent: float, bound: float) -> None:

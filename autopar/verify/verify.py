@@ -14,7 +14,8 @@ from torch import fx, nn
 from autopar.capture import Batch, LossFunction
 from autopar.capture.state.record import Record
 from autopar.capture.state.slots import state_tensors
-from autopar.compiler import captured, rewrite, solve
+from autopar.compiler import BATCH, captured, check_planning, rewrite, solve
+from autopar.costs.arguments import AXES, FLAG, a, require, whole
 from autopar.costs.cluster import Cluster
 from autopar.errors import VerifyError
 from autopar.ir.plan import Plan
@@ -68,8 +69,20 @@ def verify(
         random_strides: give every tensor random strides: results must not depend on the memory layout of tensors.
 
     Raises:
+        ValueError: an argument is wrong.
         VerifyError: a parameter or batch tensor holds no data.
     """
+    check_planning(model, batch, loss_fn, loss, None, "adamw", None)
+    plans = a((Plan, type(None)), 'a Plan, None or "random"')
+    require(
+        batch=(batch, BATCH),
+        axes=(axes, AXES), plan=(None if plan == "random" else plan, plans), seed=(seed, whole(0)),
+        microbatches=(microbatches, whole(1)), random_strides=(random_strides, FLAG),
+        dtype=(dtype, a(torch.dtype, "a floating dtype, such as torch.float64")),
+    )  # fmt: skip
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype}: expected a floating dtype, such as torch.float64")
+    Search(pins={} if pins is None else pins)
     policy = Precision.resolve(precision)
     # In two steps, so that a difference can be told to come from the capture or from the canonical form.
     graph = captured(model, batch, loss_fn=loss_fn, loss=loss, precision=policy)
@@ -159,8 +172,6 @@ def _plan(
         if dict(plan.axes) != dict(axes):
             raise ValueError(f"the plan is for axes {dict(plan.axes)}, not {dict(axes)}")
         return plan
-    if plan not in (None, "random"):
-        raise ValueError(f'plan must be a Plan, None or "random", got {plan!r}')
     search = Search(recipe=plan, seed=seed, pins={OFFLOAD: "search", **pins})
     return solve(program, axes, _machine(), search=search, deterministic=True)
 

@@ -263,7 +263,7 @@ def test_what_does_not_fit_exits_with_3(model: str) -> None:
         ("make", ("--axes", "a=0"), "'a=0' is not NAME=SIZE"),
         ("make", ("--axes", "a=2,a=2"), "names axis 'a' twice"),
         ("make", ("--memory", "lots"), "cannot read 'lots' as a size"),
-        ("make", ("--optimizer", "adamv"), "unknown optimizer 'adamv'"),
+        ("make", ("--optimizer", "adamv"), "optimizer='adamv': expected one of 'adamw'"),
         ("make", ("--save", "nowhere/plan.json"), "there is no folder"),
         ("make", ("--recipe", "fdsp"), "did you mean 'fsdp'"),
         ("make", ("--recipe", "ddp", "--roles", "a=tensor"), "recipe 'ddp' decides the roles"),

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import autopar
 from autopar import cli
 from autopar.cli.options import WRONG_INPUT
 from autopar.compiler import program_of, solve
 from autopar.costs.cluster import Cluster
+from autopar.costs.memory import format_bytes
 from autopar.explain import what_if as whatif
 from autopar.explain.html import report_page
 from autopar.explain.recipes import compare_recipes, find_plan
@@ -123,6 +125,95 @@ def test_a_batch_without_a_dim_of_samples_stays(made: tuple[nn.Module, dict[str,
     cases = what_if(model, batch, found, budget=1e9, search=Search(recipe="ddp"))
     assert {c.devices for c in cases} == {1, 2, 4}
     assert len({c.samples for c in cases}) == 1
+
+
+class Particular(Named):
+    """It takes one size of batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] != 16:
+            raise LookupError(f"sixteen samples, not {x.shape[0]}")
+        return super().forward(x)
+
+
+def test_the_true_reason_is_shown() -> None:
+    """What does not fit, and what is not possible for another reason, are told apart."""
+    model, batch = Particular(), {"x": torch.zeros(16, 32)}
+    found = find_plan(model, batch, cluster=slow_devices(), axes={"a": 2}, search=Search(recipe="ddp")).plan
+    ticks: list[int] = []
+    search = Search(recipe="ddp", pins={"microbatches": 1})
+    cases = what_if(model, batch, found, budget=2000.0, search=search, tick=lambda *t: ticks.append(t[0]))
+    assert ticks == [*range(1, len(cases) + 1)]
+    for case in (c for c in cases if not c.given):
+        if case.samples == 16:
+            assert case.needed is not None and case.needed > case.budget
+            assert case.reason.startswith("needs ")
+        else:
+            assert case.needed is None
+            assert f"sixteen samples, not {case.samples}" in case.reason
+
+
+def test_figures_of_memory_agree(made: tuple[nn.Module, dict[str, torch.Tensor], Plan, str]) -> None:
+    """The peak is what the budget is about, at every place of the page."""
+    _, _, found, page = made
+    data = data_of(page)
+    facts = dict(data["facts"])
+    needed = needed_by(found)
+    assert facts["peak memory per device, of the budget"] == f"{format_bytes(needed)} of {format_bytes(BUDGET)}"
+    assert facts["of that between steps"] == format_bytes(memory_of(found))
+    assert data["recipes"][0]["memory"] == needed
+    assert [c["memory"] for c in data["whatif"] if c["chosen"]] == [needed]
+    assert f"the budget is about the peak of the plan's graph, {format_bytes(needed)}" in data["memory"]["caption"]
+    simulated = max(map(sum, zip(*data["memory"]["categories"].values(), strict=True)))
+    assert f"At most {format_bytes(simulated)} here" in data["memory"]["caption"]
+    assert all(c["memory"] is None or c["memory"] <= c["budget"] for c in data["whatif"])
+
+
+EVIL = (
+    "<img src=x onerror=alert(1)>", "a\"b'c", "new\nraise SystemExit(7)\n#", "</script><!--", "{{7*7}}", "/*DATA*/",
+    "\u2028",
+)  # fmt: skip
+"""Names that would be markup or code, if anything took them for that."""
+
+
+class Evil(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in EVIL:
+            self.add_module(name, nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in EVIL:
+            x = torch.relu(self._modules[name](x))  # type: ignore[misc]
+        return x.square().mean()
+
+
+def test_names_are_neither_code_nor_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whatif, "FACTORS", (1.0,))
+    torch.manual_seed(0)
+    model, batch = Evil(), {"x": torch.randn(16, 8)}
+    expected = model(**batch)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    plan = find_plan(model, batch, cluster="cpu", axes={"a": 2}, search=Search(recipe="ddp")).plan
+    page = report_page(model, batch, plan, (), budget=1e9, search=Search(recipe="ddp"))
+    assert {m["path"] for m in data_of(page)["modules"]} >= set(EVIL)
+    head, data, tail = re.split(r'(?<=type="application/json">)(.*?)(?=</script>)', page, maxsplit=1, flags=re.DOTALL)
+    assert "<" not in data and "\n" not in data
+    assert not any(name in head + tail for name in EVIL if name != "\u2028")
+    module = autopar.parallelize(model, None, batch, cluster="cpu")
+    loss = module(**batch)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, gradient in module.full_gradients().items():
+        torch.testing.assert_close(gradient, gradients[name])
+    for graph in (module.forward_graph, module.backward_graph, module.logical_graph):
+        assert graph is not None
+        assert "SystemExit" not in graph.code and "<img" not in graph.code
+    assert Plan.from_dict(module.plan.to_dict()) == module.plan
+    # The table has names as text; line breaks in them are the reader's problem, not the terminal's markup.
+    assert "<img" in module.plan.summary()
 
 
 ACTS = """

@@ -130,7 +130,7 @@ def test_missing_file_and_bytes(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"cannot read plan file .*: No such file"):
         Plan.load(tmp_path / "none.json")
     (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match="is corrupt"):
+    with pytest.raises(PlanError, match="not a text file in UTF-8"):
         Plan.load(tmp_path / "plan.json")
 
 

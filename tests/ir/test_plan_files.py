@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,27 @@ def test_what_a_file_says_is_a_claim(data: dict[str, Any]) -> None:
     assert plan.certificate.claimed
     assert "not here: these are the words of a file" in " ".join(plan.summary().split())
     assert plan.to_dict() == data
+
+
+def test_only_regular_files_of_some_size_and_depth_are_read(data: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    for text in ("[" * 100_000, '{"a":' * 100_000, json.dumps({**data, "axes": 0})[:-1] + ',"x":' + "[" * 100_000):
+        file.write_text(text)
+        with pytest.raises(PlanError, match=r"plan file .*plan\.json is corrupt: .*; save it again"):
+            Plan.load(file)
+    changed = {**data, "cluster": "a = " + "[\n" * 5000}
+    file.write_text(json.dumps(changed))
+    with pytest.raises(PlanError, match=r"plan\.json: corrupt: ValueError: not valid TOML: nested too deep"):
+        Plan.load(file)
+    with file.open("wb") as opened:
+        opened.truncate(2**40)
+    with pytest.raises(PlanError, match=r"plan\.json has \d+ bytes, more than"):
+        Plan.load(file)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(PlanError, match=r"plan\.json is a pipe; give a regular file"):
+        Plan.load(file)
+    with pytest.raises(PlanError, match=r"cannot read plan file .*: No such file"):
+        Plan.load(tmp_path / "absent.json")
+    with pytest.raises(PlanError, match=r"plan file .* is a folder"):
+        Plan.load(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,3 +92,75 @@ def test_what_is_wrong_is_said(table: Any, says: str) -> None:
 
 def test_text_and_back() -> None:
     assert text_of(parse(as_text(BENT))) == as_text(BENT)
+
+
+def changed(draw: random.Random, text: str) -> str:
+    cells = [line.split(",") for line in text.splitlines()]
+    row = draw.choice(cells)
+    i = draw.randrange(len(row))
+    match draw.randrange(6):
+        case 0:
+            row[i] = draw.choice(["", "9" * 5000 + "F0", "0F" + "9" * 30, "0f0", "-1F0", "٣F0", "0F0;0B0", "\0", "("])
+        case 1:
+            del row[i]
+        case 2:
+            row.insert(i, draw.choice([*draw.choice(cells), "", " ", "0SEND_F0", "1RECV_B1"]))
+        case 3:
+            cells.remove(row)
+        case 4:
+            cells.append(list(row))
+        case _:
+            wrong = draw.choice(["\n", ",", "B", "9", " ", '"', "\u2028"])
+            at = draw.randrange(len(text))
+            return text[:at] + wrong + text[at + 1 :]
+    return "\n".join(",".join(row) for row in cells)
+
+
+def changed_files(seed: int, count: int, file: Path) -> int:
+    """How many changed files are refused, each with an error that says why; others are schedules."""
+    draw, refused = random.Random(seed), 0
+    for _ in range(count):
+        text, virtual = draw.choice([(as_text(TABLE), 1), (as_text(BENT), 2)])
+        for _ in range(draw.choice([1, 1, 2])):
+            text = changed(draw, text) or text
+        file.write_text(text)
+        try:
+            rows = order(as_text(file), 2, 2, virtual)
+        except ValueError as e:
+            refused += 1
+            assert "table" in str(e), e
+            continue
+        done = [step for row in rows for step in row]
+        assert len(done) == len(set(done)) and {stage for stage, _, _ in done} == set(range(2 * virtual))
+    return refused
+
+
+def test_changed_files_are_schedules_or_errors(tmp_path: Path) -> None:
+    assert 75 < changed_files(0, 150, tmp_path / "schedule.csv") < 150
+
+
+@pytest.mark.deep
+def test_many_changed_files_are_schedules_or_errors(tmp_path: Path) -> None:
+    assert 1000 < changed_files(1, 2000, tmp_path / "schedule.csv") < 2000
+
+
+def test_only_regular_files_that_hold_a_table_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    for text in ("", "1f1b", "hello"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"schedule\.csv holds no table of a schedule; write rows"):
+            as_text(file)
+    file.write_text("0F0,0B0\n1F0,1X0")
+    with pytest.raises(ValueError, match=r"schedule\.csv: device 1 of the schedule's table does '1X0'"):
+        as_text(str(file))
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"schedule\.csv: not a text file in UTF-8"):
+        as_text(file)
+    with file.open("wb") as opened:
+        opened.truncate(2**40)
+    with pytest.raises(ValueError, match=r"schedule\.csv has \d+ bytes, more than"):
+        as_text(file)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match=r"schedule\.csv is a pipe"):
+        as_text(file)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -83,7 +86,9 @@ def test_parallelize_reads_what_it_searched(kept: Path, searches: list[Search]) 
 
 
 @pytest.mark.parametrize(
-    "search", [Search(recipe="random"), Search(cache=False), Search(time_limit=0.0)], ids=["random", "off", "cut short"]
+    "search",
+    [Search(recipe="random"), Search(cache=False), Search(time_limit=0.0), Search(check=True)],
+    ids=["random", "off", "cut short", "checked"],
 )
 def test_what_is_not_kept(kept: Path, search: Search) -> None:
     planned(search=search)
@@ -167,11 +172,11 @@ def test_each_ingredient_counts(change: Callable[..., Ingredients], ingredients:
 
 OTHER = {
     "time_limit": 61.0, "gap": 1e-2, "pins": {"up.weight": "R"}, "recipe": "ddp", "roles": {"a": "data"}, "seed": 1,
-    "tie_layers": False, "padding": False, "check": True,
+    "tie_layers": False, "padding": False,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [f.name for f in fields(Search) if f.name != "cache"])
+@pytest.mark.parametrize("name", [f.name for f in fields(Search) if f.name not in ("cache", "check")])
 def test_each_option_of_the_search_counts(name: str, ingredients: Ingredients, kept: Path) -> None:
     assert name_of({**ingredients, "search": Search(**{name: OTHER[name]})}) != name_of(ingredients)
 
@@ -242,20 +247,21 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file" / "plans"))
     planned()
-    assert "the plan is not cached" in caplog.text
+    planned()
+    assert caplog.text.count("plans are not cached") == 1
     assert cache.VARIABLE in caplog.text
 
 
 def test_writers_at_the_same_time_do_no_harm(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
     program, _, _ = zoo.captured("mlp")
-    plan = planned(search=Search(cache=False))
+    plan, job = planned(search=Search(cache=False)), Job(AXES, CLUSTER)
     file = kept / "plan.json"
     read: list[Plan | None] = []
 
     def work() -> None:
         for _ in range(20):
             cache.store(file, plan)
-            read.append(cache.load(file, program))
+            read.append(cache.load(file, program, job))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -275,6 +281,198 @@ def test_the_oldest_make_room(kept: Path, monkeypatch: pytest.MonkeyPatch) -> No
         cache.store(kept / f"{i}.json", plan)
         os.utime(kept / f"{i}.json", (i, i))
     assert sorted(f.name for f in kept.iterdir()) == ["2.json", "3.json", "4.json"]
+
+
+# --- folders and files that others may have written
+
+
+def test_the_folder_is_the_users_own(kept: Path) -> None:
+    planned()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(file.stat().st_mode) for file in kept.iterdir()] == [0o600]
+
+
+def world_writable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.chmod(0o707)
+
+
+def of_another_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (world_writable, "everybody may write to the folder .*plans; chmod go-w it, or set AUTOPAR_CACHE"),
+        (of_another_user, r"the folder .*plans belongs to user \d+, not to \d+; set AUTOPAR_CACHE to your own"),
+    ],
+)
+def test_a_folder_that_others_may_write_to_is_not_used(
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+    says: str,
+    kept: Path,
+    searches: list[Search],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    planned()
+    (file,) = kept.iterdir()
+    written = file.stat().st_mtime_ns
+    change(kept, monkeypatch)
+    planned()
+    assert len(searches) == 2
+    assert re.search(f"plans are not cached: {says}", caplog.text)
+    assert [f.stat().st_mtime_ns for f in kept.iterdir()] == [written]
+    # Also where the folder was made after the first look.
+    caplog.clear()
+    cache.store(kept / "other.json", planned(search=Search(cache=False)))
+    assert re.search(f"the plan is not cached: {says}", caplog.text)
+    assert [f.name for f in kept.iterdir()] == [file.name]
+
+
+def test_a_group_may_write(kept: Path, searches: list[Search]) -> None:
+    """As the folders of earlier versions are, where each user is a group."""
+    planned()
+    kept.chmod(0o775)
+    planned()
+    assert len(searches) == 1
+
+
+def fifo(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def link(file: Path) -> None:
+    other = file.with_name("elsewhere")
+    replace(planned(search=Search(cache=False)), optimizer="sgd").save(other)
+    file.symlink_to(other)
+
+
+def huge(file: Path) -> None:
+    with file.open("wb") as opened:
+        opened.truncate(2**40)
+
+
+def deep(file: Path) -> None:
+    file.write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize("put", [fifo, link, huge, deep, Path.mkdir])
+def test_only_regular_files_are_read(
+    put: Callable[[Path], None], kept: Path, searches: list[Search], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = planned()
+    (file,) = kept.iterdir()
+    file.unlink()
+    put(file)
+    searches.clear()
+    assert planned() == first
+    assert searches
+    assert "searched again" in caplog.text
+    if put is not Path.mkdir:  # a folder stays: what is in it is none of ours
+        assert file.is_file() and not file.is_symlink()
+        assert Plan.load(file) == first
+
+
+def test_what_killed_writers_have_left_is_deleted(kept: Path) -> None:
+    kept.mkdir()
+    for name, age in (("old.tmp", 2 * cache.LEFT_BEHIND), ("young.tmp", 1.0), ("others.txt", 1e9)):
+        (kept / name).write_text("")
+        when = time.time() - age
+        os.utime(kept / name, (when, when))
+    planned()
+    assert sorted(f.suffix for f in kept.iterdir()) == [".json", ".tmp", ".txt"]
+    assert (kept / "young.tmp").exists()
+
+
+def other_layouts(plan: Plan) -> Plan:
+    """Of a plan that is right, and worse, under the name of the best."""
+    worse = planned(search=Search(recipe="random", seed=1))
+    return replace(worse, certificate=plan.certificate, predicted=plan.predicted)
+
+
+FORGED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
+    "layouts": (other_layouts, "does not cost what it says: certificate.objective is"),
+    "objective": (
+        lambda p: replace(p, certificate=replace(p.certificate, objective=2 * p.certificate.objective)),
+        "certificate.objective is .* and should be",
+    ),
+    "seconds": (
+        lambda p: replace(p, predicted=replace(p.predicted, step_seconds=p.predicted.step_seconds / 2)),
+        "predicted.step_seconds is .* and should be",
+    ),
+    "memory": (
+        lambda p: replace(p, predicted=replace(p.predicted, peak_bytes={"parameters": 1.0})),
+        "predicted.peak_bytes.parameters is 1 and should be",
+    ),
+    "no memory": (lambda p: replace(p, predicted=replace(p.predicted, peak_bytes={})), "its peak of .* is above"),
+    "traffic": (
+        lambda p: replace(p, predicted=replace(p.predicted, communication_bytes={"a": 1.0, "b": 0.0})),
+        "predicted.communication_bytes.a is 1 and should be",
+    ),
+    "program": (lambda p: replace(p, fingerprint="0" * 16), "it is of another program"),
+    "torch": (lambda p: replace(p, torch="2.0.0"), "it is of another version of torch"),
+    "optimizer": (lambda p: replace(p, optimizer="sgd"), "it is of another optimizer"),
+    "cluster": (lambda p: replace(p, cluster=Cluster.preset("h100")), "it is of another cluster"),
+    "axes": (lambda p: replace(p, axes=(("b", 2), ("a", 2))), "it is of another mesh"),
+    "choices": (lambda p: replace(p, choices={}), "PlanError"),
+    "parameters": (lambda p: replace(p, parameters={}), "searched again"),
+    "padding": (lambda p: replace(p, padding={"up.weight": (64, 16)}), "searched again"),
+    "microbatches": (lambda p: replace(p, microbatches=3), "searched again"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_plans_are_found_out(
+    name: str, kept: Path, searches: list[Search], caplog: pytest.LogCaptureFixture
+) -> None:
+    forge, says = FORGED[name]
+    first = planned(memory=1e9)
+    (file,) = kept.iterdir()
+    forge(first).save(file)
+    searches.clear()
+    assert planned(memory=1e9) == first
+    assert searches
+    assert re.search(says, caplog.text)
+    assert Plan.load(file) == first
+
+
+def test_a_budget_is_kept_whatever_a_file_says(kept: Path, searches: list[Search]) -> None:
+    """The plan of a larger budget, under the name of one of a smaller."""
+    roomy = planned(memory=1e9)
+    (file,) = kept.iterdir()
+    needed = sum(roomy.predicted.peak_bytes.values())
+    program, dims, _ = zoo.captured("mlp")
+    small = cache.file_of(program, dims, Job(AXES, CLUSTER, memory=0.9 * needed))
+    assert small is not None
+    file.rename(small)
+    assert cache.load(small, program, Job(AXES, CLUSTER, memory=0.9 * needed)) is None
+    assert cache.load(small, program, Job(AXES, CLUSTER, memory=needed)) == roomy
+
+
+def test_bounds_of_files_are_claims(kept: Path) -> None:
+    first = planned()
+    (file,) = kept.iterdir()
+    bound = 0.999 * first.certificate.objective
+    replace(first, certificate=replace(first.certificate, lower_bound=bound)).save(file)
+    read = planned()
+    assert (first.certificate.claimed, read.certificate.claimed) == (False, True)
+    assert read.certificate.lower_bound == bound
+    _, batch = zoo.mlp()
+    claims = [autopar.parallelize(zoo.mlp()[0], None, batch).plan.certificate.claimed for _ in range(2)]
+    assert claims == [False, True]
+
+
+@pytest.mark.parametrize(
+    "pins", [{"stages": 2, "microbatches": 2}, {"microbatches": 2}], ids=["stages", "microbatches"]
+)
+def test_plans_of_pipelines_are_read_too(pins: dict[str, Any], kept: Path) -> None:
+    phases: list[str] = []
+    first = planned(search=Search(pins=pins))
+    again = planned(search=Search(pins=pins), progress=lambda phase, incumbent, bound: phases.append(phase))
+    assert again == first
+    assert [p for p in phases if "earlier search" in p]
 
 
 SEARCH = """
@@ -301,9 +499,12 @@ def test_the_command_can_search_anew(kept: Path, tmp_path: Path, searches: list[
         "def make():\n    return nn.Linear(16, 16), (torch.zeros(8, 16),), lambda output, batch: output.sum()\n"
     )
     words = ["plan", "--model", f"{tmp_path / 'net.py'}:make", "--cluster", "cpu", "--axes", "a=2"]
-    counts, shown = [], set()
+    counts, shown = [], []
     for more in ([], [], ["--no-cache"]):
-        shown.add(CliRunner().invoke(cli.app, [*words, *more]).stdout)
+        shown.append(CliRunner().invoke(cli.app, [*words, *more]).stdout)
         counts.append(len(searches))
     assert 0 < counts[0] == counts[1] < counts[2]
-    assert len(shown) == 1
+    assert shown[0] == shown[2]
+    # What is read is the same but for one line: its bound is a claim.
+    new = [line for line in shown[1].splitlines() if line not in shown[0].splitlines()]
+    assert new and new[0].startswith("verified     not here: these are the words of a file")

@@ -25,6 +25,7 @@ def comparison_list(found: Plan, rows: Sequence[Comparison]) -> list[dict[str, A
             "recomputing": row.recomputing,
             "step_seconds": row.plan.predicted.step_seconds,
             "memory_bytes": sum(row.plan.predicted.memory_bytes.values()),
+            "peak_bytes": sum((row.plan.predicted.peak_bytes or row.plan.predicted.memory_bytes).values()),
             "ratio": _ratio(found, row.plan),
         }
         for row in rows

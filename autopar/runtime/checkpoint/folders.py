@@ -13,6 +13,8 @@ import secrets
 import shutil
 from pathlib import Path
 
+from autopar.costs.read_file import read_text
+
 LATEST, MANIFEST, PARTIAL = "latest", "autopar.json", ".partial"
 
 _NAME = re.compile(r"step-(\d{8,})-[0-9a-f]{8}")
@@ -74,8 +76,8 @@ def find(folder: Path) -> Path:
             f"there is no checkpoint in {folder}: give the folder that autopar.checkpoint.save() was given"
         )
     try:
-        last = (folder / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        last = read_text(folder / LATEST, 1000).strip()
+    except (OSError, ValueError):
         last = ""
     # Nobody has renamed the pointer of a first checkpoint whose writer was killed between the two.
     return folder / last if last in known else folder / known[-1]

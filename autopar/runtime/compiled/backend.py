@@ -35,9 +35,16 @@ def backend_of(compile: Compile, device: torch.device) -> Backend | None:
         return by_inductor
     if callable(compile):
         return lambda graph, values: _boxed(compile(_unboxed(graph), values))
-    raise ValueError(
-        f'compile={compile!r}: expected True or "inductor", False, or a function (graph_module, example_inputs) -> '
-        "callable, as torch.compile takes for its backend"
+    raise ValueError(f"compile={compile!r}: expected {no_backend(compile)}")
+
+
+def no_backend(compile: object) -> str | None:
+    """What is expected in the place of a value that names no backend; None: it names one."""
+    if isinstance(compile, bool) or compile == "inductor" or callable(compile):
+        return None
+    return (
+        'True or "inductor", False, or a function (graph_module, example_inputs) -> callable, as torch.compile takes '
+        "for its backend"
     )
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from autopar.costs.read_file import MIB, read_text
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, TensorType, is_held, local_shape, replicated
 from autopar.runtime.dtensor import block_ranges, local_block, plain_type, stored, stored_block, to_local
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.parameters import ParameterLayouts, checksum, lay_out
+
+MOST_BYTES = 64 * MIB
+"""Of an index; that of a model of a thousand layers has one."""
 
 Init = Callable[[str, torch.Tensor], Any] | str | Path
 """``init(name, tensor)`` that fills a full CPU tensor, or a file or folder of safetensors."""
@@ -128,7 +134,7 @@ class _Files:
             )
         if not is_held(layout, context.coordinates[: len(layout)]):
             return torch.empty((0, *local_shape(type_, layout, context.sizes)[1:]), dtype=dtype)
-        with safe_open(self.files[known], framework="pt") as file:
+        with _opened(self.files[known]) as file:
             part = file.get_slice(known)
             if tuple(part.get_shape()) != type_.stored_shape:
                 raise AutoparError(
@@ -167,12 +173,7 @@ def _file_of_each(path: Path) -> dict[str, Path]:
         return _names_in(path)
     index = path if path.suffix == ".json" else path / "model.safetensors.index.json"
     if index.is_file():
-        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: index.parent / file for name, file in table.items()}
-        lost = sorted({str(f) for f in files.values() if not f.is_file()})
-        if lost:
-            raise AutoparError(f"{index} names {lost[0]}, which does not exist; download all shards")
-        return files
+        return _files_of_index(index)
     single = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if len(single) != 1:
         raise AutoparError(
@@ -182,12 +183,58 @@ def _file_of_each(path: Path) -> dict[str, Path]:
     return _names_in(single[0])
 
 
+@dataclass(frozen=True)
+class _Index:
+    """What an index holds, besides what nobody reads."""
+
+    weight_map: dict[str, str]
+
+
+def _files_of_index(index: Path) -> dict[str, Path]:
+    """The file of each tensor, which is beside the index.
+
+    Raises:
+        AutoparError: the index is malformed, or names a file that is missing or elsewhere.
+    """
+    try:
+        table = msgspec.json.decode(read_text(index, MOST_BYTES), type=_Index).weight_map
+    except (ValueError, RecursionError, msgspec.MsgspecError) as e:
+        raise AutoparError(f"{index} is no index of safetensors: {e}; download it again") from e
+    files = {name: _beside(index, name) for name in sorted(set(table.values()))}
+    return {name: files[file] for name, file in table.items()}
+
+
+def _beside(index: Path, name: str) -> Path:
+    """The file of this name in the folder of the index, which must not lead out of it."""
+    file = index.parent / name
+    if name != Path(name).name or "\\" in name or "\0" in name:
+        raise AutoparError(f"{index} names {name!r}, which is no name of a file beside it; download the folder again")
+    # The cache of Hugging Face has links in the folder of a revision, into the blobs of the same model.
+    blobs = index.parent.resolve().parent.parent / "blobs"
+    if file.is_symlink() and file.resolve().parent != blobs:
+        raise AutoparError(f"{index} names {name!r}, which is a link to {file.resolve()}; copy the file itself there")
+    if not file.is_file():
+        raise AutoparError(f"{index} names {file}, which does not exist; download all shards")
+    return file
+
+
 def _names_in(path: Path) -> dict[str, Path]:
+    with _opened(path) as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of safetensors.
+
+    Raises:
+        AutoparError: it is none, or does not have a tensor that is read from it.
+    """
     try:
         with safe_open(path, framework="pt") as file:
-            return dict.fromkeys(file.keys(), path)
-    except Exception as e:  # safetensors raises its own error type
-        raise AutoparError(f"cannot read {path} as safetensors: {e}") from e
+            yield file
+    except (SafetensorError, OSError) as e:
+        raise AutoparError(f"cannot read {path} as safetensors: {e}; download it again") from e
 
 
 def rebuild_buffers(model: nn.Module, fill: Callable[[str, torch.Tensor], Any] | None, device: torch.device) -> None:

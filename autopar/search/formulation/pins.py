@@ -84,7 +84,7 @@ def read_pins(
     layouts = dict(restrictions.layouts)
     for pattern, value in pins.items():
         found = _tensors(named, pattern)
-        wanted, sizes = _read_layout(pattern, value, tuple(axes)), tuple(axes.values())
+        wanted, sizes = read_layout(pattern, value, tuple(axes)), tuple(axes.values())
         if not found and not _modules(program, pattern):
             some, modules = ", ".join(map(_pin_name, list(named)[:6])), ", ".join(list(module_outputs(program))[:6])
             raise ValueError(
@@ -130,7 +130,7 @@ def pin_modules(
     named, wanted = _pinnable(program, dims), dict[str, Pinned]()
     for pattern, value in pins.items():
         if not _tensors(named, pattern):
-            pinned = _read_layout(pattern, value, tuple(axes))
+            pinned = read_layout(pattern, value, tuple(axes))
             wanted.update(dict.fromkeys(_modules(program, pattern), pinned))
     layouts, owner = dict(restrictions.layouts), dict[str, str]()
     for name, pinned in wanted.items():
@@ -197,7 +197,12 @@ def _pinnable(program: Program, dims: Dims) -> dict[tuple[str, str], TensorType]
     return found
 
 
-def _read_layout(pattern: str, value: Any, axes: Sequence[str]) -> Pinned:
+def read_layout(pattern: str, value: Any, axes: Sequence[str]) -> Pinned:
+    """A pin's placements, one an axis.
+
+    Raises:
+        ValueError: it is for other axes, or one is no placement; names the pin.
+    """
     if isinstance(value, Mapping):
         unknown = [a for a in value if a not in axes]
         if unknown:
@@ -206,7 +211,7 @@ def _read_layout(pattern: str, value: Any, axes: Sequence[str]) -> Pinned:
         value = [value.get(a, Replicate()) for a in axes]
     if isinstance(value, str):
         value = (value,)
-    if len(value) != len(axes):
+    if not isinstance(value, list | tuple) or len(value) != len(axes):
         raise ValueError(f"pin {pattern!r} must give one placement for each axis ({', '.join(axes)}), got {value!r}")
     return tuple(None if v is None else read_placement(pattern, v) for v in value)
 
@@ -229,7 +234,7 @@ def read_placement(pattern: str, value: Any) -> Placement:
             f"pin {pattern!r}: {value!r} is no placement; write R, S(dim), S(dim.factor) or Shard(dim)"
         ) from e
     if isinstance(found, Partial):
-        raise ValueError(f"pin {pattern!r}: what is pinned cannot be Partial")
+        raise ValueError(f"pin {pattern!r}: what is pinned cannot be Partial; write R or S(dim)")
     return found
 
 

@@ -58,9 +58,6 @@ def pipeline_shapes(
     pinned = search.pins.get(SCHEDULE)
     names = tuple(SCHEDULES) if pinned is None else (as_text(pinned),)
     by_hand = is_table(names[0])
-    unknown = [name for name in names if name not in SCHEDULES and not by_hand]
-    if unknown:
-        raise InfeasibleError(f"unknown schedule {unknown[0]!r}; one of {', '.join(SCHEDULES)}")
     each = (int(search.pins.get(VIRTUAL, 1)),) if VIRTUAL in search.pins or by_hand or modules else STAGES_A_DEVICE
     if pinned is not None and (VIRTUAL in search.pins or by_hand):
         ways = dict.fromkeys(each, names)  # where the two do not go together, that is said with what would

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.costs.cluster import Link
-from autopar.ir.plan import Plan, Scatter
+from autopar.ir.plan import Plan, Predicted, Scatter
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, order_of
 from autopar.pipeline.stage_graphs import INPUT
@@ -66,19 +66,37 @@ def with_overlap(plan: Plan, part: Program, link: Link, memory: float | None) ->
     """
     if plan.pipeline is None or all(size == 1 for size in plan.inner.axis_sizes):
         return plan
+    cut, _, actions = cut_again(plan, part, link, overlap=True)
+    held, seconds = cut.peak(actions), cut.seconds(actions)
+    faster = seconds < plan.predicted.step_seconds
+    if not faster or (memory is not None and not fits(sum(held.values()), memory)):
+        return plan
+    return replace(plan, overlap=True, predicted=overlapped(plan.predicted, held, seconds))
+
+
+def overlapped(predicted: Predicted, held: Mapping[str, float], seconds: float) -> Predicted:
+    """What a step costs whose collectives run beside kernels, from what it costs without."""
+    kept = {category: held.get(category, 0.0) for category in predicted.memory_bytes}
+    return replace(predicted, step_seconds=seconds, peak_bytes=held, memory_bytes=kept)
+
+
+def cut_again(plan: Plan, part: Program, link: Link, *, overlap: bool) -> tuple[StagePlan, PipelineShape, Order]:
+    """The stages of a finished plan, of what shape they are, and what their devices do.
+
+    Args:
+        plan: with stages.
+        part: of one microbatch.
+        link: between stages.
+        overlap: whether collectives run beside kernels, whatever the plan says.
+    """
+    assert plan.pipeline is not None
     actions, modules = order_of(plan), tuple(stage.modules[0] for stage in plan.stages[1:])
     virtual, schedules = len(plan.stages) // len(actions), (plan.pipeline.schedule,)
     shape = PipelineShape(plan.axes, plan.pipeline.axis, len(actions), virtual, schedules, modules)
-    inner, ways = replace(plan.inner, overlap=True, scatter=None), [plan.scatter] if plan.scatter else []
+    inner, ways = replace(plan.inner, overlap=overlap, scatter=None), [plan.scatter] if plan.scatter else []
     split = any(action.kind == INPUT for row in actions for action in row)
     if part.repeat is None:
         cuts = staged(part, inner, shape, link, Search(), ways)
     else:
         cuts = RepeatedStages(part, inner, shape, link, split).staged(shape, ways)
-    held, seconds = cuts[-1].peak(actions), cuts[-1].seconds(actions)
-    faster = seconds < plan.predicted.step_seconds
-    if not faster or (memory is not None and not fits(sum(held.values()), memory)):
-        return plan
-    kept = {category: held.get(category, 0.0) for category in plan.predicted.memory_bytes}
-    predicted = replace(plan.predicted, step_seconds=seconds, peak_bytes=held, memory_bytes=kept)
-    return replace(plan, overlap=True, predicted=predicted)
+    return cuts[-1], shape, actions

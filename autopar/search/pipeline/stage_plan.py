@@ -95,24 +95,24 @@ class StagePlan:
             consumer_layouts={name: wide(layout) for name, layout in plan.consumer_layouts.items()},
             choices={name: (*names[:index], REPLICATE, *names[index:]) for name, names in plan.choices.items()},
             pipeline=Pipeline(shape.axis, scheduled.schedule),
-            predicted=self._predicted(scheduled, seconds),
+            predicted=self.predicted(shape, scheduled.actions, seconds),
             certificate=_certificate(plan, seconds, shape, any_memory or plan.certificate),
         )
 
-    def _predicted(self, scheduled: ScheduledStages, seconds: float) -> Predicted:
+    def predicted(self, shape: PipelineShape, actions: Order, seconds: float) -> Predicted:
         """What a step costs on each device: memory and what is sent are those of the device with the most."""
-        alone, devices = self.plan.predicted, device_of(scheduled.actions)
-        peak = self.peak(scheduled.actions)
+        alone, devices = self.plan.predicted, device_of(actions)
+        peak = self.peak(actions)
         inside, collectives = sent_inside(self.times, devices)
         return replace(
             alone,
             step_seconds=seconds,
-            compute_seconds=alone.compute_seconds / scheduled.shape.devices,  # of a device, on average
+            compute_seconds=alone.compute_seconds / shape.devices,  # of a device, on average
             peak_bytes=peak,
             memory_bytes={category: peak.get(category, 0.0) for category in alone.memory_bytes},
             communication_bytes={
                 **inside,
-                scheduled.shape.axis: self.plan.microbatches * most_sent(self.times, devices),
+                shape.axis: self.plan.microbatches * most_sent(self.times, devices),
             },
             collectives=collectives,
         )

@@ -1,0 +1,119 @@
+"""`check_plan`: a plan that somebody hands over says what it costs, and how good it is. Both are found out anew."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from autopar.capture import Batch, LossFunction
+from autopar.compiler import (
+    BATCH,
+    check_planning,
+    default_memory,
+    for_devices,
+    program_of,
+    program_to_plan,
+    require_same_graph,
+    solve,
+)
+from autopar.costs.arguments import FLAG, FUNCTION, optional, require
+from autopar.costs.memory import format_bytes, parse_bytes
+from autopar.errors import PlanError
+from autopar.ir.plan import Plan
+from autopar.ir.precision import Precision
+from autopar.ir.program import Program
+from autopar.ir.signature.outputs import Loss
+from autopar.search.budget.budget_problem import peak_bytes
+from autopar.search.budget.lagrangian import fits
+from autopar.search.options import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGES, VIRTUAL, Progress, Search
+from autopar.search.recost import SAME, differences, recosted
+
+SHOWN = 3
+"""So many figures that differ are named."""
+
+AGAIN = "check it with the search= and memory= that it was made with, or plan again"
+
+
+def check_plan(
+    plan: Plan,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: LossFunction | None = None,
+    loss: Loss = None,
+    memory: str | float | None = None,
+    precision: Precision | str | torch.dtype | None = None,
+    search: Search | None = None,
+    deterministic: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """See `autopar.Plan.check`."""
+    check_planning(model, batch, loss_fn, loss, memory, plan.optimizer, search)
+    require(
+        batch=(batch, BATCH),
+        deterministic=(deterministic, FLAG), progress=(progress, optional(FUNCTION)),
+    )  # fmt: skip
+    # The bound is verified here and now, and not read from a file.
+    search = replace(search or _space_of(plan), check=True, cache=False)
+    axes, policy = dict(plan.axes), Precision.resolve(precision)
+    program = program_to_plan(
+        model, batch, loss_fn=loss_fn, loss=loss, precision=policy, search=search, progress=progress
+    )
+    require_same_graph(plan, program)
+
+    def costed(program: Program) -> tuple[Plan, list[str]]:
+        here = for_devices(program, plan.cluster.device, axes, deterministic=deterministic)
+        found = recosted(here, plan, deterministic=deterministic)
+        return found, [*itertools.islice(differences(plan, found), SHOWN)]
+
+    found, wrong = costed(program)
+    if wrong and program.repeat is not None:
+        # `parallelize` has all layers, and measures the peak that three of them extrapolate.
+        found, wrong = costed(program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=policy))
+    if wrong:
+        raise PlanError(f"the plan does not cost here what it says: {'; '.join(wrong)}; plan again")
+    # A plan without a peak was made for any memory.
+    budget: float | None = None if memory is None else parse_bytes(memory)
+    if budget is None and found.predicted.peak_bytes:
+        budget = default_memory(plan.cluster, axes)
+    needed = peak_bytes(found)
+    if budget is not None and not fits(needed, budget):
+        raise PlanError(
+            f"the plan's peak of {format_bytes(needed)} is above the budget of {format_bytes(budget)}; {AGAIN}"
+        )
+    best = solve(
+        program, axes, plan.cluster, memory=budget, optimizer=plan.optimizer, search=search, progress=progress,
+        deterministic=deterministic,
+    ).certificate  # fmt: skip
+    objective = found.certificate.objective
+    for name, bound in (("lower_bound", plan.certificate.lower_bound), ("checked", plan.certificate.checked or 0.0)):
+        if bound > best.objective * (1 + SAME):
+            raise PlanError(
+                f"certificate.{name} is {bound:.9g} s, and there is a plan of {best.objective:.9g} s in: {best.space}; "
+                f"the bound is wrong, or of other plans: {AGAIN}"
+            )
+    proved = max(best.lower_bound, best.checked or 0.0)
+    if objective < proved * (1 - SAME):
+        raise PlanError(
+            f"the plan takes {objective:.9g} s, and none takes less than {proved:.9g} s of: {best.space}; it is "
+            f"none of these: {AGAIN}"
+        )
+    bound = min(best.lower_bound, objective)
+    return replace(found, certificate=replace(best, objective=objective, lower_bound=bound))
+
+
+def _space_of(plan: Plan) -> Search:
+    """The search for plans of this kind, where the user says of none: with as many stages, cut anywhere."""
+    # Layers that were planned apart have choices of their own.
+    apart = any(" @" in name for name in plan.choices)
+    if plan.pipeline is None:
+        return Search(tie_layers=not apart)
+    devices = dict(plan.axes)[plan.pipeline.axis]
+    pins = {
+        STAGES: devices, STAGE_AXIS: plan.pipeline.axis, SCHEDULE: plan.pipeline.schedule,
+        VIRTUAL: len(plan.stages) // devices, MICROBATCHES: plan.microbatches,
+    }  # fmt: skip
+    return Search(pins=pins, tie_layers=not apart)

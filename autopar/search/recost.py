@@ -1,0 +1,90 @@
+"""`recosted`: what a finished plan costs, counted anew. Nothing is taken of what the plan says that it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.passes.pad_dims import pad
+from autopar.search.microbatch.split import microbatch_program
+from autopar.search.peak import peak_of
+from autopar.search.pipeline.stage_peak import cut_again, overlapped
+from autopar.search.predict import predict
+from autopar.sharding.dims import analyze
+from autopar.sharding.layer_classes import layer_classes
+
+SAME = 1e-6
+"""Figures that are this close, relatively, are the same: sums are in other orders."""
+
+_FIGURES = ("step_seconds", "compute_seconds", "communication_seconds", "memory_bytes", "peak_bytes",
+            "communication_bytes", "collectives", "host_seconds", "host_bytes")  # fmt: skip
+
+
+def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Plan:
+    """The plan with its prediction, table and objective counted from the program, its layouts and its cluster.
+
+    Args:
+        program: of the whole batch, as `autopar.compiler.solve` plans it.
+        plan: for this program.
+        deterministic: whether random numbers are those of one device.
+
+    Raises:
+        PlanError: the plan does not fit the program.
+    """
+    part = microbatch_program(program, plan.microbatches, deterministic=deterministic)
+    named = {spec.name for spec in part.inputs if spec.kind == "parameter"}
+    # A plan has all layers of a deep model, and the program three of them.
+    plan = replace(plan, padding={name: shape for name, shape in plan.padding.items() if name in named})
+    if plan.pipeline is not None:
+        return _in_stages(part, plan)
+    padded = pad(part, plan.padding)
+    dims = analyze(padded)
+    classes = layer_classes(padded, dims)
+    held = peak_of(padded, plan, classes) if plan.predicted.peak_bytes else {}
+    found = predict(padded, dims, replace(plan, predicted=replace(plan.predicted, peak_bytes=held)), classes)
+    return _with_objective(found, found.predicted.step_seconds)
+
+
+def _in_stages(part: Program, plan: Plan) -> Plan:
+    """The same with stages, whose objective is of a step in which nothing overlaps."""
+    assert plan.pipeline is not None
+    link = dict(zip(plan.axis_names, plan.cluster.link_for(dict(plan.axes)), strict=True))[plan.pipeline.axis]
+    padded = pad(part, plan.padding)
+    alone = predict(padded, analyze(padded), replace(plan.inner, overlap=False, stages=Plan.stages))
+    cut, shape, actions = cut_again(plan, part, link, overlap=False)
+    objective = cut.seconds(actions)
+    cut = replace(cut, plan=replace(cut.plan, predicted=alone.predicted))
+    predicted = cut.predicted(shape, actions, objective)
+    if plan.overlap:
+        cut, _, _ = cut_again(plan, part, link, overlap=True)
+        predicted = overlapped(predicted, cut.peak(actions), cut.seconds(actions))
+    return _with_objective(replace(plan, predicted=predicted, modules=alone.modules), objective)
+
+
+def _with_objective(plan: Plan, seconds: float) -> Plan:
+    return replace(plan, certificate=replace(plan.certificate, objective=seconds))
+
+
+def differences(said: Plan, found: Plan) -> Iterator[str]:
+    """Figures of a plan that are not those that were counted, each with both, the objective first."""
+    figures: list[tuple[str, Any, Any]] = []
+    if said.certificate.method != "random":  # nothing was minimized
+        figures.append(("certificate.objective", said.certificate.objective, found.certificate.objective))
+    figures += [(f"predicted.{n}", getattr(said.predicted, n), getattr(found.predicted, n)) for n in _FIGURES]
+    for name, own, other in figures:
+        for path, a, b in _pairs(name, own, other):
+            if abs(a - b) > SAME * max(abs(a), abs(b)):
+                yield f"{path} is {a:.9g} and should be {b:.9g}"
+
+
+def _pairs(path: str, a: Any, b: Any) -> Iterator[tuple[str, float, float]]:
+    """Numbers of two nested mappings at the same place; what is absent is 0."""
+    if isinstance(a, Mapping) or isinstance(b, Mapping):
+        a, b = a or {}, b or {}
+        for key in dict.fromkeys((*a, *b)):
+            yield from _pairs(f"{path}.{key}", a.get(key, 0), b.get(key, 0))
+    else:
+        yield path, float(a), float(b)
