@@ -33,6 +33,7 @@ from autopar.passes.rng.draw_in_attention import draw_in_attention
 from autopar.passes.rng.localize import localize_random
 from autopar.passes.rng.replay import replay_random
 from autopar.passes.rng.replicate import replicate_random
+from autopar.sharding.dims import carry_over
 
 Pass = Callable[[Program, Plan], Program]
 
@@ -102,14 +103,17 @@ def run_passes(program: Program, plan: Plan, passes: Sequence[Pass], *, verified
     Raises:
         PassError: a pass left an invalid graph.
     """
-    program = replace(program, graph=copy_graph(program.graph))
+    whole, program = program, replace(program, graph=copy_graph(program.graph))
+    carry_over(whole, program)
     for node in program.graph.graph.nodes:
         # Whatever passes make of the node, `autopar.verify.first_difference` asks which node of the program it was.
         set_info(node, replace(info(node), program_node=node.name))
     done: tuple[str, ...] = ()
     for step in passes:
         try:
-            program = replace(step(program, plan))  # a new value: it may have changed the graph in place
+            made = step(program, plan)
+            # A new value, of which nothing is known: all but `pad_dims` change the graph in place.
+            program = made if step is pad_dims else replace(made)
             if verified:
                 check(program, plan)
         except (AssertionError, RuntimeError, ValueError, TypeError) as e:
