@@ -44,7 +44,7 @@ NO_SIZE: list[Any] = [
     "nan", "inf", 2**80, b"1GiB", Awkward(),
 ]  # fmt: skip
 NO_AXES: list[Any] = [
-    {}, {"a": 0}, {"a": -1}, {"a": 2.0}, {"a": True}, {"a": "2"}, {"a": NAN}, {"a": None}, {"": 2}, {"\n": 2}, {1: 2},
+    {"a": 0}, {"a": -1}, {"a": 2.0}, {"a": True}, {"a": "2"}, {"a": NAN}, {"a": None}, {"": 2}, {"\n": 2}, {1: 2},
     {"a": 2**40}, {"a": 2**20, "b": 2**20}, [("a", 2)], "a=2", 2, True, Awkward(), {"x" * 300: 2},
 ]  # fmt: skip
 NO_WHOLE: list[Any] = [-1, 1.0, 1.5, NAN, INF, True, False, "1", [], 2**70, Awkward()]

@@ -89,8 +89,8 @@ def _size(value: Any) -> str | None:
 
 def _axes(value: Any) -> str | None:
     example = "the size of each mesh axis by its name, such as {'node': 32, 'gpu': 8}"
-    if not isinstance(value, Mapping) or not value:
-        return example
+    if not isinstance(value, Mapping):
+        return example  # without any it is one device
     for name, size in value.items():
         try:
             check_name(name)

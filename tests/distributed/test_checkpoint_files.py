@@ -72,7 +72,7 @@ def on_one(rank: int, folder: str) -> tuple[int, bool]:
     other = parallelize(nn.Linear(2, 2), mesh_of(4), loss_fn=lambda o, b: o.mean(), timeout=WAIT)
     with pytest.raises(AutoparError, match="is of another model"):
         checkpoint.load(folder, other)
-    with pytest.raises(ValueError, match="step must be"):
+    with pytest.raises(ValueError, match=r"step=.*whole number"):
         checkpoint.save(folder, other, step=-rank - 1)
     return found.step, found.same_random_numbers
 

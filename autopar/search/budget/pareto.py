@@ -312,23 +312,35 @@ def within(
     best = LayerMix.of(under, _slope(over, under))
     # The layouts of either may lead to the better mix.
     for point in (over, under):
-        chosen = alike(point.labels)
-        states = frontier.among(chosen)
-        try:
-            pair = states.around(budget)
-        except InfeasibleError:
-            continue
-        found = split_over_layers(*pair, counts, states.problem, budget)
-        if found.cost < best.cost and fits(found.memory, budget):
-            numbers = [np.flatnonzero(c) for c in chosen]
-            labels = tuple(
-                np.array([int(where[x]) for where, x in zip(numbers, of, strict=True)], dtype=np.int64)
-                for of in found.labelings
-            )
+        found = states_within(frontier, alike(point.labels), budget, counts)
+        if found is not None and found.cost < best.cost and fits(found.memory, budget):
             # Where the budget does not bind for these layouts, it still does for the whole problem.
-            best = replace(found, labelings=labels, price=found.price or _slope(over, under))
+            best = replace(found, price=found.price or _slope(over, under))
     progress("blocks", best.cost, frontier.bound(budget))
     return best
+
+
+def states_within(frontier: Frontier, chosen: Labels, budget: float, counts: NDArray[np.int64]) -> LayerMix | None:
+    """The cheapest states within a budget under given layouts, split over layers or not; None where none fit.
+
+    Args:
+        frontier: of the whole problem.
+        chosen: of each node the labels that have these layouts.
+        budget: bytes.
+        counts: members of each node's class.
+    """
+    states = frontier.among(chosen)
+    try:
+        pair = states.around(budget)
+    except InfeasibleError:
+        return None
+    found = split_over_layers(*pair, counts, states.problem, budget)
+    numbers = [np.flatnonzero(c) for c in chosen]
+    labels = tuple(
+        np.array([int(where[x]) for where, x in zip(numbers, of, strict=True)], dtype=np.int64)
+        for of in found.labelings
+    )
+    return replace(found, labelings=labels)
 
 
 def restricted(problem: Problem, chosen: Labels) -> Problem:

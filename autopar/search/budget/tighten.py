@@ -19,7 +19,7 @@ from autopar.search.budget.budget_problem import BudgetProblem, missing, peak_by
 from autopar.search.budget.lagrangian import solve
 from autopar.search.budget.layer_groups import in_groups
 from autopar.search.budget.memory_constraint import MemoryConstraint
-from autopar.search.budget.pareto import MAX_PRICES, Frontier, within
+from autopar.search.budget.pareto import MAX_PRICES, Frontier, states_within, within
 from autopar.search.budget.use_slack import use_slack
 from autopar.search.formulation.build import Formulation
 from autopar.search.solver.layer_mix import LayerMix
@@ -33,6 +33,9 @@ ROUNDS, BETTER = 8, 1
 
 CLOSE = 0.97
 """A plan that uses this share of the budget is not improved by loosening its constraint again."""
+
+NEAR = 1.5
+"""Where no plan fits and one needs less than this multiple of the budget, its layouts are kept and states change."""
 
 HOPELESS = 1.25
 """Where the plan that saves least needs this multiple of the budget, a pipeline stage is given up."""
@@ -91,6 +94,8 @@ def tightened(
             break
         before = mix.cost, mix.memory
         room = tries.next_room(mix, size, frontier)
+    if tries.best is None:
+        tries.keep_layouts(frontier, bound)
     plan = tries.result(frontier, bound)
     working = [v.working[x] for v, x in zip(built.variables, mix.labelings[0], strict=True) if v.working is not None]
     return plan, bound, float(max(working))
@@ -108,6 +113,7 @@ class _Tightening:
         best: the fastest plan whose graph fits.
         mix: its solution.
         least: the plan that needs least.
+        least_of: its solution.
         fitting: the most bytes, as the constraint counts, of a plan whose graph fits.
         failing: the fewest of one whose graph does not.
     """
@@ -119,6 +125,7 @@ class _Tightening:
     best: Plan | None = None
     mix: LayerMix | None = None
     least: Plan | None = None
+    least_of: LayerMix | None = None
     fitting: float = -math.inf
     failing: float = math.inf
 
@@ -148,6 +155,8 @@ class _Tightening:
         """The peak of a solution's plan, which is remembered if it is the best or the least so far."""
         plan, enough = self.searched.measured(self.searched.plan(self.built, mix, bound, self.method))
         self.least = lesser(self.least, plan)
+        if self.least is plan:
+            self.least_of = mix
         if enough:
             if self.best is None or mix.cost < self.best.certificate.objective:
                 self.best, self.mix = plan, mix
@@ -164,6 +173,30 @@ class _Tightening:
         if not self.fitting < room < self.failing:
             room = (self.fitting + self.failing) / 2 if np.isfinite(self.fitting) else self.failing * CLOSE
         return room
+
+    def keep_layouts(self, frontier: Frontier, bound: float) -> None:
+        """Look for a plan that fits among those with the layouts of the one that needs least, if it is near enough.
+
+        A tighter constraint often has a best plan of other layouts, which work on more at a time. Under the same
+        layouts, saving less takes less.
+        """
+        start = self.least_of
+        if start is None or self.least is None or peak_bytes(self.least) > NEAR * self.memory:
+            return
+        counts = np.array([v.count for v in self.built.variables])
+        chosen = same_candidates(self.built, self.built, start.labelings[-1])
+        room = start.memory + self.memory - peak_bytes(self.least)
+        self.fitting, self.failing = -math.inf, start.memory
+        for _ in range(ROUNDS):
+            mix = states_within(frontier, chosen, room, counts)
+            if mix is None or self.searched.limits.expired():
+                return
+            size = self.measure(mix, bound)
+            if CLOSE * self.memory <= size <= self.memory or mix.memory >= self.failing > self.fitting > -math.inf:
+                return
+            if self.failing - self.fitting < (1 - CLOSE) * self.memory:
+                return
+            room = self.next_room(mix, size, frontier)
 
     def result(self, frontier: Frontier, bound: float) -> Plan:
         """The fastest plan that fits, with the budget's slack used; else the one that needs least."""
