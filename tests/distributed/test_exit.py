@@ -103,16 +103,20 @@ def run(tmp_path: Path, how: str, ranks: int, steps: int = 20, seed: str = "0") 
         **os.environ, MARK: mark, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed, "AUTOPAR_CACHE": "0",
     }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "run.py"), how, str(steps)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
+    # Files, and no pipes: what is read of these with the first line would be missing in the rest.
+    paths = [(tmp_path / f"out {rank}", tmp_path / f"err {rank}") for rank in range(ranks)]
+    processes = []
+    for rank, (out, err) in enumerate(paths):
+        with out.open("wb") as to_out, err.open("wb") as to_err:
+            processes.append(subprocess.Popen(
+                [sys.executable, str(tmp_path / "run.py"), how, str(steps)],
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=to_out, stderr=to_err,
+            ))  # fmt: skip
     try:
-        first = [process.stdout.readline() for process in processes]  # type: ignore[union-attr]
+        deadline = time.monotonic() + 240
+        for process, (out, _) in zip(processes, paths, strict=True):
+            while not out.read_bytes() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
         pids = {*living(mark), *(p.pid for p in processes)}
         if how == "wait":
             for process in processes:
@@ -120,9 +124,9 @@ def run(tmp_path: Path, how: str, ranks: int, steps: int = 20, seed: str = "0") 
         if how == "die":
             processes[-1].kill()
         ended = []
-        for process, line in zip(processes, first, strict=True):
-            out, err = process.communicate(timeout=240)
-            ended.append(Ended(process.returncode, line + out, err))
+        for process, (out, err) in zip(processes, paths, strict=True):
+            process.wait(timeout=240)
+            ended.append(Ended(process.returncode, out.read_text(), err.read_text()))
         deadline = time.monotonic() + 5
         while living(mark) and time.monotonic() < deadline:
             time.sleep(0.05)
