@@ -7,7 +7,6 @@ import inspect
 import math
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -217,11 +216,9 @@ def faults(parallel: Parallel) -> Iterator[tuple[str, str, Any, str]]:
 
 
 def test_bad_arguments_are_refused_by_name_before_any_work(parallel: Parallel, no_work: None) -> None:
-    start = time.monotonic()
     found = [*faults(parallel)]
     assert not found, "\n".join(map(str, found))
     assert sum(len(values) for _, _, _, table in of(parallel) for values in table.values()) >= 300
-    assert time.monotonic() - start < 20
 
 
 def test_every_argument_is_in_the_table(parallel: Parallel) -> None:

@@ -90,6 +90,10 @@ def figures(cluster: Cluster) -> list[tuple[str, Any]]:
     return found
 
 
+HANG = 60.0
+"""Seconds that no file may take, on however slow a machine; a parser that is quadratic took minutes."""
+
+
 def check(file: Path, text: str) -> bool:
     """Whether a text is a cluster, which then has valid figures; if not, whether the error is a good one."""
     file.write_text(text, encoding="utf-8")
@@ -102,7 +106,7 @@ def check(file: Path, text: str) -> bool:
         assert re.search(r": .+", str(e)), e
         return False
     finally:
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < HANG
     for key, value in figures(cluster):
         least = 0 if key in ("ramp", "host", "host_bandwidth", "copies", "contention") else math.ulp(0.0)
         assert type(value) in (int, float) and least <= value < math.inf, (key, value)
@@ -151,7 +155,7 @@ def test_what_would_take_all_time_or_memory_is_refused(tmp_path: Path, text: str
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"cluster\.toml.*" + message):
         Cluster.load(file)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < HANG
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
