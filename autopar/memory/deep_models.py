@@ -124,10 +124,6 @@ def _curves(three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], path: str)
             ends = [(f"{path}.{end}{tail}", operator, backward, which) for end in (0, SHORT - 1)]
             first, last = (named.get(end, (None, None)) for end in ends)
             growth[i] = (first[LATER] or growth[i][LATER], last[EARLIER] or growth[i][EARLIER])
-    if any(point.in_flight for point in three):
-        # Beside kernels, what begins ahead and ends late is at other points near the first and the last block.
-        steady = _steady(three, two, growth, path)
-        growth = [steady[p.backward] if _number(p, path) else g for p, g in zip(three, growth, strict=True)]
     most: dict[tuple[str, bool, int], Held] = defaultdict(dict)
     for point, both in zip(three, growth, strict=True):
         for side, each in enumerate(both):
@@ -135,34 +131,6 @@ def _curves(three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], path: str)
             most[key] = max(most[key], each or {}, key=_total)
     before_blocks = {name: point.before_blocks for name, point in zip(names, three, strict=True)}
     return Curves(tuple(three), tuple(growth), dict(zip(names, growth, strict=True)), most, before_blocks)
-
-
-def _steady(
-    three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], growth: Sequence[tuple[Held | None, ...]], path: str
-) -> dict[bool, tuple[Held, Held]]:
-    """What a block that is far from the one that runs adds, by whether the latter's backward pass runs.
-
-    It is the same at all points: what it has saved for the backward pass, or what its own backward pass has left. In
-    the forward pass later blocks, and in both passes the state of all, are what two blocks have less of, too.
-    """
-    state = _difference(three[0].held, two[0].held)  # all that is held before the first operator
-    first = [_number(point, path) == "0" for point in three]
-    forward = [i for i, point in enumerate(three) if _number(point, path) and not point.backward]
-    backward = [i for i, point in enumerate(three) if _number(point, path) and point.backward]
-    between = range(max(forward, default=-1) + 1, min(backward, default=len(three)))
-
-    def usual(points: Iterable[int], side: int) -> Held:
-        """Of most of these points: some have something else in flight."""
-        known = sorted((held for i in points if (held := growth[i][side]) is not None), key=_total)
-        found = known[len(known) // 2] if known else {}
-        return {k: max(state.get(k, 0.0), found.get(k, 0.0)) for k in {**state, **found}}
-
-    # After the first block come others in three blocks and in two: the same is in flight beside it.
-    to_come = usual((i for i in forward if first[i]), LATER)
-    done = usual((i for i in backward if first[i]), LATER)
-    saved = usual((i for i in between if not _number(three[i], path)), LATER) if between else {}
-    saved = saved or usual((i for i in forward if not first[i]), EARLIER)
-    return {False: (to_come, saved), True: (done, saved)}
 
 
 def _nearest(names: Sequence[Name], blocks: Sequence[Block], i: int, get: Callable[[Name], _T | None]) -> list[_T]:

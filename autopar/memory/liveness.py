@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -272,7 +272,7 @@ def memory_points(program: Program, plan: Plan) -> list[MemoryPoint]:
     """What is live as each operator that allocates starts, in order; after the last, at the optimizer's step."""
     early, found, before_blocks = _before_blocks(program), [], 0.0
     changes = liveness(program, plan)
-    in_flight = _in_flight(program, changes)
+    in_flight = dict(zip(program.graph.graph.nodes, _in_flight(program, changes), strict=True))
     for node, now, held in _walk(program, changes):
         before_blocks += sum(c.size for c in now if c.category == "activations" and c.made in early)
         if node is None:
@@ -280,17 +280,16 @@ def memory_points(program: Program, plan: Plan) -> list[MemoryPoint]:
         elif now[0].starts:
             # A copy: the walk goes on adding to its own.
             point = MemoryPoint(
-                dict(held), module_path(node), is_backward(node), str(node.target), before_blocks, in_flight(node)
+                dict(held), module_path(node), is_backward(node), str(node.target), before_blocks, in_flight[node]
             )
             found.append(point)
     return [*found, MemoryPoint(_at_step(held, program, plan), "", True)]
 
 
-def _in_flight(program: Program, changes: Sequence[Change]) -> Callable[[fx.Node], dict[str, float]]:
-    """What `MemoryPoint.in_flight` says, as each node starts; nodes are asked in order."""
+def _in_flight(program: Program, changes: Sequence[Change]) -> list[dict[str, float]]:
+    """What `MemoryPoint.in_flight` says, as each node of the graph starts."""
     nodes = list(program.graph.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
-    begins: dict[int, list[tuple[str, float]]] = defaultdict(list)
 
     def last_wait(node: fx.Node) -> int:
         """Where a block's collective that runs beside kernels is waited for; where any other is issued."""
@@ -302,6 +301,7 @@ def _in_flight(program: Program, changes: Sequence[Change]) -> Callable[[fx.Node
         return end if beside and len(blocks) == 1 else at
 
     ends = {node: last_wait(node) for node in nodes if info(node).collective is not None}
+    steps: list[list[tuple[str, float]]] = [[] for _ in range(len(nodes) + 1)]
     for change in changes:
         made, last = change.made, change.node
         if change.starts or made is None or last is None:
@@ -309,20 +309,15 @@ def _in_flight(program: Program, changes: Sequence[Change]) -> Callable[[fx.Node
         # What it receives, or what it sends and is freed once it is waited for.
         source = made if made in ends else producer(last.all_input_nodes[0])[0] if last.target is _WAIT else None
         if source is not None and ends.get(source, -1) > position[source]:
-            begins[position[source]].append((change.category, -change.size))
-            begins[min(ends[source], position[last] + 1)].append((change.category, change.size))
+            steps[position[source]].append((change.category, -change.size))
+            steps[min(ends[source], position[last] + 1)].append((change.category, change.size))
     now: dict[str, float] = defaultdict(float)
-    seen = 0
-
-    def at(node: fx.Node) -> dict[str, float]:
-        nonlocal seen
-        while seen <= position[node]:
-            for category, size in begins.get(seen, ()):
-                now[category] += size
-            seen += 1
-        return {category: size for category, size in now.items() if size}
-
-    return at
+    found = []
+    for here in steps[:-1]:
+        for category, size in here:
+            now[category] += size
+        found.append({category: size for category, size in now.items() if size})
+    return found
 
 
 def _walk(

@@ -37,12 +37,9 @@ WITHIN_AXES = 2
 ROUNDS = 4
 """At most so many weights of kernels and communication are tried."""
 
-CLOSE = 3e-3
-"""A plan is good enough if it takes at most this share longer than the bound of any weights."""
-
-
-WORTH = 0.1
-"""Where a budget binds, other weights are tried only if a plan may take this share longer than the bound."""
+CLOSE, CLOSE_WITHIN = 3e-3, 0.1
+"""A plan is good enough if at most this share of its time is above the bound of any weights; where a budget binds, of
+which each round takes long, the second."""
 
 NEAR, SIMULATED = 1.2, 4
 """Of the plans that take at most this multiple of the best one's time, so many are simulated."""
@@ -90,7 +87,7 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
     """
     rounds = _Rounds(program, dims, job, classes)
     rounds.search(rounds.all_hidden)
-    if rounds.best.certificate.binds and rounds.gap < WORTH:
+    if rounds.best.certificate.binds and not rounds.above_bound(CLOSE_WITHIN):
         # What the budget costs is far more than what is left to hide, and each round would search it anew.
         return rounds.result()
     if rounds.go_on():
@@ -157,15 +154,15 @@ class _Rounds:
         ahead, enough = problem.measured(replace(plan, overlap=True))
         self._add(ahead if enough else plan)
 
-    @property
-    def gap(self) -> float:
-        """Share of the best plan's time that a better one may take less."""
-        return 1 - self.proof.bound / self.best.predicted.step_seconds
+    def above_bound(self, share: float) -> bool:
+        """Whether more than a share of the best plan's time is above the bound."""
+        seconds = self.best.predicted.step_seconds
+        return seconds - self.proof.bound > share * seconds
 
     def go_on(self) -> bool:
         """Whether the best plan may be far from the best there is, and there is time."""
         self.job.progress("communication behind kernels", self.best.predicted.step_seconds, self.proof.bound)
-        return self.gap > CLOSE and time.monotonic() < self.deadline
+        return self.above_bound(CLOSE) and time.monotonic() < self.deadline
 
     def result(self) -> Plan:
         """The best plan, with the highest bound; of several that are close, that which the simulator finds fastest."""

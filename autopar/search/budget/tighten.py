@@ -94,7 +94,7 @@ def tightened(
             break
         before = mix.cost, mix.memory
         room = tries.next_room(mix, size, frontier)
-    if tries.best is None:
+    if tries.best is None and searched.whole:  # pipelines are many
         tries.keep_layouts(frontier, bound)
     plan = tries.result(frontier, bound)
     working = [v.working[x] for v, x in zip(built.variables, mix.labelings[0], strict=True) if v.working is not None]
@@ -186,15 +186,13 @@ class _Tightening:
         counts = np.array([v.count for v in self.built.variables])
         chosen = same_candidates(self.built, self.built, start.labelings[-1])
         room = start.memory + self.memory - peak_bytes(self.least)
-        self.fitting, self.failing = -math.inf, start.memory
+        self.failing = start.memory  # of plans with these layouts
         for _ in range(ROUNDS):
-            mix = states_within(frontier, chosen, room, counts)
-            if mix is None or self.searched.limits.expired():
+            mix = None if self.searched.limits.expired() else states_within(frontier, chosen, room, counts)
+            if mix is None:
                 return
             size = self.measure(mix, bound)
-            if CLOSE * self.memory <= size <= self.memory or mix.memory >= self.failing > self.fitting > -math.inf:
-                return
-            if self.failing - self.fitting < (1 - CLOSE) * self.memory:
+            if CLOSE * self.memory <= size <= self.memory or self.failing - self.fitting < (1 - CLOSE) * self.memory:
                 return
             room = self.next_room(mix, size, frontier)
 
