@@ -27,6 +27,9 @@ from autopar.rules.shapes.local_shapes import propagate
 aten = torch.ops.aten
 _WAIT = c10d.wait_tensor.default
 _WAITS = (_WAIT, operator.getitem)
+NEARBY = 2
+"""A collective is in flight beside so many blocks at most: its own and the next."""
+
 KINDS = {"parameter": "parameters", "buffer": "buffers", "batch": "batch", "tangent": "batch"}
 
 
@@ -301,6 +304,10 @@ def _in_flight(program: Program, changes: Sequence[Change]) -> list[dict[str, fl
         return end if beside and len(blocks) == 1 else at
 
     ends = {node: last_wait(node) for node in nodes if info(node).collective is not None}
+    running = [(block_of(module_path(n), program.blocks), is_backward(n)) for n in nodes]
+    # What is in flight for longer piles up, the more blocks there are.
+    if any(len(set(running[position[node] : end])) > NEARBY for node, end in ends.items()):
+        return [{} for _ in nodes]
     steps: list[list[tuple[str, float]]] = [[] for _ in range(len(nodes) + 1)]
     for change in changes:
         made, last = change.made, change.node
