@@ -27,9 +27,6 @@ from autopar.rules.shapes.local_shapes import propagate
 aten = torch.ops.aten
 _WAIT = c10d.wait_tensor.default
 _WAITS = (_WAIT, operator.getitem)
-NEARBY = 2
-"""A collective is in flight beside so many blocks at most: its own and the next."""
-
 KINDS = {"parameter": "parameters", "buffer": "buffers", "batch": "batch", "tangent": "batch"}
 
 
@@ -293,21 +290,12 @@ def _in_flight(program: Program, changes: Sequence[Change]) -> list[dict[str, fl
     """What `MemoryPoint.in_flight` says, as each node of the graph starts."""
     nodes = list(program.graph.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
-
-    def last_wait(node: fx.Node) -> int:
-        """Where a block's collective that runs beside kernels is waited for; where any other is issued."""
-        at = position[node]
-        end = max((position[wait] for wait in waits_for(node)), default=at)
-        beside = any(n.target not in _WAITS for n in nodes[at + 1 : end])
-        # A bucket of several blocks is one that further blocks make larger.
-        blocks = {block_of(module_path(producer(a)[0]), program.blocks) for a in tensor_arguments(node)}
-        return end if beside and len(blocks) == 1 else at
-
-    ends = {node: last_wait(node) for node in nodes if info(node).collective is not None}
-    running = [(block_of(module_path(n), program.blocks), is_backward(n)) for n in nodes]
-    # What is in flight for longer piles up, the more blocks there are.
-    if any(len(set(running[position[node] : end])) > NEARBY for node, end in ends.items()):
-        return [{} for _ in nodes]
+    of_one_block = _of_one_block(program, nodes)
+    ends: dict[fx.Node, int] = {}
+    for node in of_one_block:
+        end = max((position[wait] for wait in waits_for(node)), default=position[node])
+        if any(n.target not in _WAITS for n in nodes[position[node] + 1 : end]):  # it runs beside kernels
+            ends[node] = end
     steps: list[list[tuple[str, float]]] = [[] for _ in range(len(nodes) + 1)]
     for change in changes:
         made, last = change.made, change.node
@@ -315,7 +303,7 @@ def _in_flight(program: Program, changes: Sequence[Change]) -> list[dict[str, fl
             continue
         # What it receives, or what it sends and is freed once it is waited for.
         source = made if made in ends else producer(last.all_input_nodes[0])[0] if last.target is _WAIT else None
-        if source is not None and ends.get(source, -1) > position[source]:
+        if source is not None and source in ends:
             steps[position[source]].append((change.category, -change.size))
             steps[min(ends[source], position[last] + 1)].append((change.category, change.size))
     now: dict[str, float] = defaultdict(float)
@@ -325,6 +313,27 @@ def _in_flight(program: Program, changes: Sequence[Change]) -> list[dict[str, fl
             now[category] += size
         found.append({category: size for category, size in now.items() if size})
     return found
+
+
+def _of_one_block(program: Program, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Collectives of one block, where each block has some of the kind.
+
+    Of these few are in flight at a time, however many blocks there are: `overlap_collectives` waits for each before the
+    next but one of its kind. What is sent for several blocks at a time, further ones make larger.
+    """
+    own: dict[object, list[tuple[fx.Node, str | None]]] = defaultdict(list)
+    every: dict[object, set[str | None]] = defaultdict(set)
+    for node in nodes:
+        made = info(node).collective
+        if made is not None:
+            sent = [producer(argument)[0] for argument in tensor_arguments(node)]
+            packed = [a for n in sent if n.target is aten.cat.default for a in tensor_arguments(n)]  # a bucket
+            blocks = {block_of(module_path(n), program.blocks) for n in (*sent, *packed)}
+            kind = (made.kind, made.axis, is_backward(node))
+            every[kind] |= blocks - {None}
+            if len(blocks) == 1:
+                own[kind].append((node, *blocks))
+    return [node for kind, found in own.items() if {b for _, b in found} >= every[kind] for node, _ in found]
 
 
 def _walk(
