@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from autopar.rules.rule import MATRIX, ROW_MAJOR, Rule, Spec, rule
+from autopar.ir.ops import routing
+from autopar.rules.rule import MATRIX, ROW_MAJOR, Rule, Spec, letters, rule
 
 aten = torch.ops.aten
 
@@ -69,20 +70,57 @@ def cdist_backward(grad: Spec, a: Spec, b: Spec, p: float, distances: Spec) -> R
     return Rule(f"{pairs},{batch}pm,{batch}rm,{pairs}->{batch}pm", reduce="r", blocked="m", linear=((0,),))
 
 
+@rule(routing.sort_by_expert)
+def sort_by_expert(experts: Spec, k: int) -> Rule:
+    """Pairs in the order of their experts; a device that has some of the tokens has an order of these."""
+    pairs = "a" if k == 1 else "(ab)"
+    return Rule(f"{pairs}->{pairs},{pairs}", blocked="b", routed="a", sizes={"b": k})
+
+
+@rule(routing.route)
+def route(tokens: Spec, order: Spec, k: int) -> Rule:
+    """Rows of tokens."""
+    rest = letters(tokens.ndim - 1, 2)
+    pairs = "a" if k == 1 else "(ab)"
+    return Rule(f"a{rest},{pairs}->{pairs}{rest}", linear=((0,),), blocked="b", routed="a", sizes={"b": k})
+
+
+@rule(routing.collect)
+def collect(rows: Spec, order: Spec, k: int) -> Rule:
+    """Tokens of rows."""
+    rest = letters(rows.ndim - 1, 2)
+    pairs = "a" if k == 1 else "(ab)"
+    return Rule(f"{pairs}{rest},{pairs}->a{rest}", linear=((0,),), blocked="b", routed="a", sizes={"b": k})
+
+
+@rule(routing.group_ends)
+def group_ends(experts: Spec, count: int) -> Rule:
+    """Ends of the rows of each expert: those of the whole are the sums of all devices'."""
+    return Rule("m->e", reduce="m", blocked="e", routed="m", sizes={"e": count})
+
+
+@rule(routing.add_by_expert)
+def add_by_expert(rows: Spec, experts: Spec, count: int) -> Rule:
+    """Sums of the rows of each expert."""
+    rest = letters(rows.ndim - 1, 2)
+    return Rule(f"a{rest},a->b{rest}", reduce="a", blocked="b", linear=((0,),), sizes={"b": count})
+
+
 @rule("transformers.grouped_mm_fallback.default")
 def grouped_mm(rows: Spec, weight: Spec, ends: Spec) -> Rule:
     """``rows[start:end] @ weight[expert]`` for each expert."""
     (s, k), n = rows.shape, weight.shape[2]
-    return Rule("sk,ekn,e->sn", reduce="k", blocked="se", linear=((0,), (1,)), flops=2.0 * s * k * n)
+    flops = 2.0 * s * k * n
+    return Rule("sk,ekn,e->sn", reduce="k", blocked="e", linear=((0,), (1,)), flops=flops, counts={"s": (2,)})
 
 
 @rule("transformers.grouped_mm_fallback_backward.default")
 def grouped_mm_backward(rows: Spec, weight: Spec, ends: Spec, grad: Spec) -> Rule:
     """Gradients of rows and weight; only the first is a sum over the weight's columns."""
     (s, k), n = rows.shape, weight.shape[2]
-    # Rows are sorted by expert, and ``ends`` says where each expert's begin: neither can be cut.
+    # Rows are sorted by expert, and ``ends`` says where those of each end: cut where each device sorts its own.
     equation = "sk,ekn,e,sn->sk,ekn"
-    return Rule(equation, reduce="n", blocked="se", linear=((3,),), flops=4.0 * s * k * n)
+    return Rule(equation, reduce="ns", blocked="e", linear=((3,),), flops=4.0 * s * k * n, counts={"s": (2,)})
 
 
 @rule(aten._grouped_mm.default)
@@ -94,10 +132,10 @@ def torch_grouped_mm(
     # With one ragged operand the experts are parts of a dim of the result; else they are a dim of its own.
     result = "sn" if (rows.ndim, weight.ndim) in ((2, 3), (3, 2)) else "esn"
     # The ragged dim: rows of 2D x 3D, columns of 3D x 2D, and of 2D x 2D the dim that is summed over.
-    blocked = "e" + {(2, 3): "s", (3, 2): "n", (2, 2): "k"}.get((rows.ndim, weight.ndim), "")
+    ragged = {(2, 3): "s", (3, 2): "n", (2, 2): "k"}.get((rows.ndim, weight.ndim), "") if ends else ""
     inputs = ",".join([row, column, *["e"] * (ends is not None)])
     flops = 2.0 * rows.shape[-2] * rows.shape[-1] * weight.shape[-1]
     return Rule(
-        f"{inputs}->{result}", reduce="k", blocked=blocked if ends else "", linear=((0,), (1,)), flops=flops,
-        strides=(MATRIX, MATRIX, *[ROW_MAJOR] * (ends is not None)),
+        f"{inputs}->{result}", reduce="k", blocked="e" if ends else "", linear=((0,), (1,)), flops=flops,
+        strides=(MATRIX, MATRIX, *[ROW_MAJOR] * (ends is not None)), counts={ragged: (2,)} if ragged else {},
     )  # fmt: skip

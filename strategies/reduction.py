@@ -86,9 +86,12 @@ def topk(x: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tr
 
 
 @rule(aten.histc.default)
-def histc(x: Spec, *_: Any) -> Rule:
-    """Counts of values in intervals."""
-    return Rule(f"{letters(x.ndim) or '.'}->{letters(1, x.ndim)}", blocked=letters(x.ndim + 1))
+def histc(x: Spec, bins: int = 100, min: float = 0, max: float = 0) -> Rule:
+    """Counts of values in intervals; equal bounds stand for those of the data."""
+    names, counted = letters(x.ndim), letters(1, x.ndim)
+    given = min < max
+    equation = f"{names or '.'}->{counted}"
+    return Rule(equation, reduce=names if given else "", blocked=counted if given else names + counted)
 
 
 @rule(aten.cummax.default, aten.cummin.default)

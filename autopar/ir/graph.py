@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch_compat import LazyGraphModule
+from autopar._torch_compat import FakeTensor, LazyGraphModule
 from autopar.ir.node_info import info, set_info
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -62,6 +63,25 @@ def inherit_origin(node: fx.Node, source: fx.Node) -> None:
         if key in source.meta:
             node.meta[key] = source.meta[key]
     set_info(node, info(node).inherit(info(source)))
+
+
+def insert_call(graph: fx.Graph, origin: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A new node where the graph inserts, which comes from where ``origin`` does, with what it gives."""
+    node = graph.call_function(target, args)
+    inherit_origin(node, origin)
+    set_info(node, replace(info(node), internal=False))
+    node.meta["val"] = computed(node)
+    return node
+
+
+def computed(node: fx.Node) -> Any:
+    """What a node gives: fake tensors of the graph's own mode."""
+    args = map_nodes(node.args, lambda n: n.meta["val"])
+    known = next(n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor | tuple))
+    known = known[0] if isinstance(known, tuple) else known
+    target: Any = node.target
+    with known.fake_mode if isinstance(known, FakeTensor) else nullcontext(), torch.no_grad():
+        return target(*args)
 
 
 def user_line(node: fx.Node) -> str:

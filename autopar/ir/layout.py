@@ -48,6 +48,8 @@ class TensorType:
         drawn: the kernels that read it draw it by themselves, see `autopar.passes.rng.draw_in_attention`.
         relaid: copies that a redistribution makes for the strides of what it takes and gives, see
             `autopar.rules.shapes.known_strides.LikelyCopies`; what is not row-major has one at least.
+        routed: dims in which it is in an order of each device's own where they are split, see
+            `autopar.ir.ops.routing`: no redistribution cuts them otherwise. None: it depends on no such order.
     """
 
     dtype: str
@@ -56,6 +58,7 @@ class TensorType:
     used: tuple[int, ...] = ()
     drawn: bool = False
     relaid: int = 0
+    routed: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,6 +79,10 @@ class TensorType:
     def bytes(self) -> int:
         """Of all elements; none of what kernels draw by themselves."""
         return 0 if self.drawn else self.numel * item_bytes(self.dtype)
+
+    def may_move(self, source: Placement, target: Placement) -> bool:
+        """Whether a redistribution may turn one placement into another on one axis: not in a dim that is routed."""
+        return not any(isinstance(p, Split) and p.dim in (self.routed or ()) for p in (source, target))
 
     @property
     def positions(self) -> tuple[tuple[int, int], ...]:

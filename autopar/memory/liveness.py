@@ -332,7 +332,7 @@ def _of_one_block(program: Program, nodes: Sequence[fx.Node]) -> list[fx.Node]:
             kind = (made.kind, made.axis, is_backward(node))
             every[kind] |= blocks - {None}
             if len(blocks) == 1:
-                own[kind].append((node, *blocks))
+                own[kind].append((node, next(iter(blocks))))
     return [node for kind, found in own.items() if {b for _, b in found} >= every[kind] for node, _ in found]
 
 

@@ -123,6 +123,10 @@ class Rule:
             the rest is even: pairs of a complex number), `MATRIX` (rows or columns are whole) or `ANY`. An argument
             with other strides is copied first. None: nothing for the rules in ``strategies/``, which the oracle
             runs on every kind of strides; row-major for all others, discovered ones among them.
+        routed: letters along which each device has an order of its own where they are split, see
+            `autopar.ir.ops.routing`: local results are no blocks of the whole one, and serve all the same.
+        counts: tensor arguments that count elements along a letter in such an order, by that letter: ``{"s": (2,)}``.
+            Where it is split each device has its own counts. If the argument is no such, the letter cannot be split.
     """
 
     equation: str
@@ -141,6 +145,8 @@ class Rule:
     padded: Mapping[str, Padding] | None = field(default_factory=lambda: MappingProxyType({}))
     zero: bool | None = None
     strides: str | tuple[str, ...] | None = None
+    routed: str = ""
+    counts: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         """Refuse other types: equations are read when they are needed."""
@@ -150,6 +156,7 @@ class Rule:
             scaled=(self.scaled, _TABLE), lower=(self.lower, _TABLE), sizes=(self.sizes, _TABLE),
             flops=(self.flops, number(0)), between=(self.between, number(0)), view=(self.view, FLAG),
             random=(self.random, FLAG), padded=(self.padded, optional(_TABLE)), zero=(self.zero, optional(FLAG)),
+            routed=(self.routed, _LETTERS), counts=(self.counts, _TABLE),
         )  # fmt: skip
 
     @cached_property
@@ -181,7 +188,7 @@ def padding_of(rule: Rule, letter: str) -> Padding | None:
     if letter in rule.padded:
         return rule.padded[letter]
     # A draw of another shape would draw other numbers; blocked letters, and lowerings, see what is in the padding.
-    if rule.random or letter in rule.blocked or letter in rule.keep or letter in rule.lower:
+    if rule.random or any(letter in some for some in (rule.blocked, rule.keep, rule.lower, rule.routed, rule.counts)):
         return None
     # Free: padding of the arguments becomes padding of every output.
     if all(_has(letter, t) for t in rule.outputs if t is not None):

@@ -16,7 +16,7 @@ from torch import fx
 from autopar.costs.cluster import Cluster
 from autopar.ir.checkpoint_regions import SAVED
 from autopar.ir.graph import Value, is_backward, is_operator, values_of
-from autopar.ir.layout import Layout, Partial, Replicate, divides, is_boundary_layout, replicated
+from autopar.ir.layout import Layout, Partial, Replicate, TensorType, divides, is_boundary_layout, replicated
 from autopar.ir.plan import EVERY, Certificate, Plan
 from autopar.ir.program import Input, Program
 from autopar.sharding.candidates import REPLICATE, Strategy, layouts, strategies
@@ -208,7 +208,8 @@ class _Drawing:
             if (node, i) not in self.dims.types or any(isinstance(p, Partial) for p in layout):
                 continue
             # A consumer layout that equals the produced one would test nothing.
-            options = [x for x in layouts(self.dims.types[node, i], self.sizes, False) if x != layout]
+            type_ = self.dims.types[node, i]
+            options = [x for x in layouts(type_, self.sizes, False) if x != layout and _movable(type_, layout, x)]
             if options and not self.choose(MOVED):
                 found[i] = options[self.choose(len(options))]
         return found
@@ -219,18 +220,22 @@ def _draw(operator: Operator, have: Sequence[Layout], sizes: Sequence[int], choo
     every = strategies(operator)
     chosen: list[Strategy] = []
     for axis in range(len(sizes)):
-        options = [s for s in every if _reachable(s, have, axis) and _fits(operator, [*chosen, s], sizes)]
+        options = [s for s in every if _reachable(operator, s, have, axis) and _fits(operator, [*chosen, s], sizes)]
         options += [s for s in options if s.name != REPLICATE] * (SPLIT_BIAS - 1)
         chosen.append(options[choose(len(options))])
     return chosen
 
 
-def _reachable(strategy: Strategy, have: Sequence[Layout], axis: int) -> bool:
+def _reachable(operator: Operator, strategy: Strategy, have: Sequence[Layout], axis: int) -> bool:
     """Whether the arguments can be moved to what a strategy reads: no redistribution makes a value partial."""
     return all(
-        not isinstance(wanted, Partial) or layout[axis] == wanted
-        for wanted, layout in zip(strategy.inputs, have, strict=True)
+        layout[axis] == wanted or not (isinstance(wanted, Partial) or not type_.may_move(layout[axis], wanted))
+        for wanted, layout, type_ in zip(strategy.inputs, have, operator.inputs, strict=True)
     )
+
+
+def _movable(type_: TensorType, source: Layout, target: Layout) -> bool:
+    return all(a == b or type_.may_move(a, b) for a, b in zip(source, target, strict=True))
 
 
 def _fits(operator: Operator, chosen: Sequence[Strategy], sizes: Sequence[int]) -> bool:

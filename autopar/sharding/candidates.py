@@ -64,11 +64,15 @@ def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:
     rule, letter = operator.rule, operator.letters.get(name)
     if letter is None or name in rule.blocked:
         return []
+    if any(operator.inputs[i].routed is None for i in rule.counts.get(name, ())):
+        return []
     found = []
     for j, _ in enumerate(letter.factors):
         if j and name in rule.lower:  # its code counts consecutive blocks of the whole letter
             continue
         inputs: list[Placement] = [Replicate()] * len(operator.inputs)
+        for i in rule.counts.get(name, ()):
+            inputs[i] = Partial()
         for i, d, start in letter.inputs:
             inputs[i] = Split(d, start + j)
         # An output without the letter is a term of a sum, or complete on every device; else the letter cannot be split.

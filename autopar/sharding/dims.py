@@ -21,6 +21,7 @@ from autopar.ir.node_info import info
 from autopar.ir.program import Call, Input, Output, Program
 from autopar.rules.discover.search import discover
 from autopar.rules.discover.trials import DiscoveryCall
+from autopar.rules.routed import routed_values
 from autopar.rules.rule import Rule, Spec, find_rule, letter_sizes
 from autopar.rules.shapes.known_strides import likely_copies
 from autopar.sharding.factor_classes import FactorClasses
@@ -125,13 +126,19 @@ def _analyze(program: Program) -> Dims:
     # Only now are all factors known: the last view may have split a dim of the first operator.
     expanded = {value: [factors.expand(dim) for dim in dims] for value, dims in values.items()}
     types = _types(program, expanded, factors)
+    orders = routed_values(program.sources.items(), lambda node: equations[program.calls[node]][0])
+    for value, order in orders.items():
+        types[value] = replace(types[value], routed=tuple(sorted(order.dims)))
     copied = likely_copies(program).arguments
     shared: dict[Any, Operator] = {}
     operators = {}
     for node, call in program.calls.items():
         # Calls whose factors coincide in the same way share an operator, so that its candidates are found once.
-        drawn = any(types[v].drawn for v in (*program.sources[node], (node, 0)) if v in types)
-        key = (call, _pattern(program.sources[node], node, expanded, factors.size), copied.get(node, ()), drawn)
+        known = [
+            types[v] for v in (*program.sources[node], *((node, i) for i in range(len(call.outputs)))) if v in types
+        ]
+        kinds = tuple((type_.drawn, type_.routed) for type_ in known)
+        key = (call, _pattern(program.sources[node], node, expanded, factors.size), copied.get(node, ()), kinds)
         if key not in shared:
             found = _operator(node, equations[call], program.sources[node], expanded, factors.size, types)
             shared[key] = replace(found, copied=copied.get(node, ()))

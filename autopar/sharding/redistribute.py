@@ -119,6 +119,8 @@ class Redistributions:
         # Blocks of an outer axis are not contiguous while an inner axis splits the same factor.
         if other == placement or (isinstance(placement, Split) and not innermost(source, axis)):
             return None
+        if not self.type.may_move(placement, other):
+            return None
         kind, target = move_kind(placement, other), (*source[:axis], other, *source[axis + 1 :])
         if not kind or target not in self.index or not (isinstance(other, Replicate) or innermost(target, axis)):
             return None

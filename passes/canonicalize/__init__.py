@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.ir.program import Program
 from autopar.passes.canonicalize.attention import canonicalize_attention
 from autopar.passes.canonicalize.cross_entropy import fuse_cross_entropy
+from autopar.passes.canonicalize.experts import route_experts
 from autopar.passes.canonicalize.operators import canonicalize
 from autopar.passes.canonicalize.rng import canonicalize_random
 from autopar.passes.canonicalize.strides import canonicalize_strides
@@ -16,4 +17,4 @@ def canonical(program: Program) -> Program:
     Strides come first: they are those of the captured graph. What is fused is found in canonical form.
     """
     program = canonicalize_attention(canonicalize_strides(program))
-    return fuse_cross_entropy(canonicalize(canonicalize_random(program)))
+    return route_experts(fuse_cross_entropy(canonicalize(canonicalize_random(program))))

@@ -19,16 +19,13 @@ are, on a number a row. Who reads more of the softmax, such as label smoothing, 
 from __future__ import annotations
 
 import operator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar._torch_compat import FakeTensor
-from autopar.ir.graph import copy_graph, inherit_origin, map_nodes
-from autopar.ir.node_info import info, set_info
+from autopar.ir.graph import computed, copy_graph, insert_call
 from autopar.ir.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from autopar.ir.program import Program
 
@@ -81,9 +78,9 @@ def _fuse(graph: fx.Graph, softmax: fx.Node) -> None:
     (gather,) = gathers
     with graph.inserting_before(gather):
         logits = _logits(graph, softmax)
-        made = _call(graph, gather, cross_entropy, logits, gather.args[2], None)
-        picked, total = (_call(graph, gather, operator.getitem, made, i) for i in (0, 1))
-        found = _call(graph, gather, aten.sub.Tensor, picked, total)
+        made = insert_call(graph, gather, cross_entropy, logits, gather.args[2], None)
+        picked, total = (insert_call(graph, gather, operator.getitem, made, i) for i in (0, 1))
+        found = insert_call(graph, gather, aten.sub.Tensor, picked, total)
     # In place: the node keeps its name, module and line. A softmax of 16 bits is rounded to these.
     gather.target, gather.args, gather.kwargs = aten._to_copy.default, (found,), {"dtype": _value(gather).dtype}
     if _value(found).dtype == _value(gather).dtype:
@@ -132,9 +129,11 @@ def _logits(graph: fx.Graph, softmax: fx.Node) -> fx.Node:
         source = source.args[0]
     if not _casts(source, torch.float32) or _value(source.args[0]).dtype not in _HALF:
         return softmax.args[0]  # type: ignore[return-value]
-    narrow = source.args[0]
+    narrow: fx.Node = source.args[0]
     shape = list(_value(softmax).shape)
-    return narrow if list(_value(narrow).shape) == shape else _call(graph, softmax, aten.reshape.default, narrow, shape)
+    if list(_value(narrow).shape) == shape:
+        return narrow
+    return insert_call(graph, softmax, aten.reshape.default, narrow, shape)
 
 
 def _casts(node: fx.Node, dtype: torch.dtype) -> bool:
@@ -151,9 +150,9 @@ def _fuse_gradient(graph: fx.Graph, gradient: _Gradient, logits: fx.Node, total:
     with graph.inserting_before(node):
         given = gradient.given
         if gradient.factor != 1.0:
-            given = _call(graph, node, aten.mul.Scalar, given, gradient.factor)
+            given = insert_call(graph, node, aten.mul.Scalar, given, gradient.factor)
         if list(_value(given).shape) != row:
-            given = _call(graph, node, aten.expand.default, given, row)
+            given = insert_call(graph, node, aten.expand.default, given, row)
     narrowed = node
     while len(narrowed.users) == 1 and (narrowed is node or narrowed.target is aten.reshape.default):
         narrowed = next(iter(narrowed.users))
@@ -164,25 +163,7 @@ def _fuse_gradient(graph: fx.Graph, gradient: _Gradient, logits: fx.Node, total:
         shape = list(_value(narrowed).shape)
         narrowed.target, narrowed.args, narrowed.kwargs = aten.reshape.default, (node, shape), {}
     node.target, node.args = cross_entropy_backward, (given, logits, gradient.target, total, None, dtype)
-    node.meta["val"] = _computed(node)
-
-
-def _call(graph: fx.Graph, origin: fx.Node, target: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(target, args)
-    inherit_origin(node, origin)
-    set_info(node, replace(info(node), internal=False))
-    node.meta["val"] = _computed(node)
-    return node
-
-
-def _computed(node: fx.Node) -> Any:
-    """What a node gives: fake tensors of the graph's own mode."""
-    args = map_nodes(node.args, lambda n: n.meta["val"])
-    known = next(n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor | tuple))
-    known = known[0] if isinstance(known, tuple) else known
-    target: Any = node.target
-    with known.fake_mode if isinstance(known, FakeTensor) else nullcontext(), torch.no_grad():
-        return target(*args)
+    node.meta["val"] = computed(node)
 
 
 def _value(node: Any) -> torch.Tensor:

@@ -245,6 +245,7 @@ def reduction() -> Iterator[Sample]:
     yield call(aten.sort.stable, x(2, 4), stable=True, dim=0)
     yield call(aten.histc.default, x(4), 4)
     yield call(aten.histc.default, x(), 4)
+    yield call(aten.histc.default, x(4, 6), 4, -1, 2)
     yield call(aten.topk.default, x(2, 4), 2)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers.integrations.moe  # noqa: F401  registers its operators
 
+from autopar.ir.ops import routing
 from tests.strategies import stand_ins
 from tests.strategies.sample import Sample, boolean, call, integer, positive, x
 
@@ -310,6 +311,16 @@ def experts() -> Iterator[Sample]:
     yield call(aten._grouped_mm.default, rows.T.contiguous(), grad, ends)
     yield call(aten._grouped_mm.default, x(3, 2, 4), rows.T.contiguous(), ends)
     yield call(aten._grouped_mm.default, x(2, 6, 4), x(2, 4, 8))
+    sorted_experts, order = routing.sort_by_expert(torch.tensor([2, 0, 2, 1, 0, 2, 2, 0]), 2)
+    yield call(routing.sort_by_expert, integer(3, 8), 2)
+    yield call(routing.sort_by_expert, integer(3, 4), 1)
+    yield call(routing.route, x(4, 2, 6), order, 2)
+    yield call(routing.route, x(8), order, 1)
+    yield call(routing.collect, x(8, 4, 2), order, 2)
+    yield call(routing.collect, x(8), order, 1)
+    yield call(routing.group_ends, sorted_experts, 3)
+    yield call(routing.add_by_expert, x(8, 4, 2), sorted_experts, 3)
+    yield call(routing.add_by_expert, x(8), sorted_experts, 4)
 
 
 FAMILIES = (

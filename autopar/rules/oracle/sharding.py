@@ -87,7 +87,9 @@ def _split(chosen: Sequence[AxisStrategy], parts: int) -> dict[str, int]:
 
 
 def _strategies(rule: Rule) -> list[AxisStrategy]:
-    return [*(c for c in rule.letters if c not in rule.blocked), *rule.linear]
+    """Those that one call can prove: not along letters of which each device has an order of its own."""
+    skipped = (*rule.blocked, *rule.routed, *rule.counts)
+    return [*(c for c in rule.letters if c not in skipped), *rule.linear]
 
 
 class _SplitCall(RuleCall):

@@ -1,0 +1,74 @@
+"""Tokens in the order of their experts: the operators behind the sort of a mixture of experts.
+
+A token goes to ``k`` experts; its *pairs* ``(token, expert)`` are sorted by expert, so that the rows of each expert
+follow one another and one grouped product computes all. Which order that is, nobody sees who reads the tokens again:
+what each device sorts of its own tokens serves as well as a part of the whole order. That is what these operators say,
+and what no operator of torch can: `autopar.passes.canonicalize.experts` puts them in its place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Must stay alive: torch removes the operators with the library object.
+_library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("sort_by_expert(Tensor experts, int k) -> (Tensor, Tensor)")
+_library.define("route(Tensor tokens, Tensor order, int k) -> Tensor")
+_library.define("collect(Tensor rows, Tensor order, int k) -> Tensor")
+_library.define("group_ends(Tensor experts, int count) -> Tensor")
+_library.define("add_by_expert(Tensor rows, Tensor experts, int count) -> Tensor")
+
+
+def _sort_by_expert(experts: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    # Stable: replicas, which sort the same numbers, get the same order.
+    found, order = torch.sort(experts, stable=True)
+    return found, order
+
+
+def _route(tokens: Tensor, order: Tensor, k: int) -> Tensor:
+    return tokens.index_select(0, order if k == 1 else order // k)
+
+
+def _collect(rows: Tensor, order: Tensor, k: int) -> Tensor:
+    pairs = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    pairs[order] = rows
+    return pairs if k == 1 else pairs.reshape(-1, k, *rows.shape[1:]).sum(1)
+
+
+def _group_ends(experts: Tensor, count: int) -> Tensor:
+    numbers = torch.arange(count, device=experts.device, dtype=experts.dtype)
+    # Sorted: no histogram is needed, nor any operator that adds in another order each time.
+    return torch.searchsorted(experts.contiguous(), numbers, right=True, out_int32=True)
+
+
+def _add_by_expert(rows: Tensor, experts: Tensor, count: int) -> Tensor:
+    return rows.new_zeros(count, *rows.shape[1:]).index_add(0, experts, rows)
+
+
+for _name, _function in (
+    ("sort_by_expert", _sort_by_expert), ("route", _route), ("collect", _collect), ("group_ends", _group_ends),
+    ("add_by_expert", _add_by_expert),
+):  # fmt: skip
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+
+sort_by_expert = torch.ops.autopar.sort_by_expert.default
+"""The sorted experts ``[pairs]`` of pairs ``[pairs]``, and the pair at each place: the *order*.
+
+A token's ``k`` pairs follow one another before; no device has some of them only.
+"""
+
+route = torch.ops.autopar.route.default
+"""Rows ``[tokens * k, ...]`` of tokens ``[tokens, ...]`` in an order of their pairs; with ``k = 1``, of pairs."""
+
+collect = torch.ops.autopar.collect.default
+"""Tokens ``[tokens, ...]`` of rows ``[tokens * k, ...]`` in an order, those of a token added up: what `route` is the
+transpose of."""
+
+group_ends = torch.ops.autopar.group_ends.default
+"""Where the rows of each of ``count`` experts end, int32 ``[count]``, given the sorted experts."""
+
+add_by_expert = torch.ops.autopar.add_by_expert.default
+"""Sums ``[count, ...]`` of the rows of each of ``count`` experts."""

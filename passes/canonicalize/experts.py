@@ -1,0 +1,257 @@
+"""route_experts: tokens are sorted by expert where they are, so that a mixture of experts splits along its tokens.
+
+Before (``ids``: experts of each token, flat)::
+
+    e, order = aten.sort(ids); token = aten.floor_divide(order, k); rows = aten.index(x, [token])
+    ends = aten.cumsum(aten.histc(e, 8, 0, 7), 0); h = aten._grouped_mm(rows, w, ends)
+    inverse = aten.index_put(zeros, [order], aten.arange(pairs)); y = aten.index(h, [inverse])
+
+After::
+
+    e, order = autopar.sort_by_expert(ids); rows = autopar.route(x, order, k)
+    ends = autopar.group_ends(e, 8); h = aten._grouped_mm(rows, w, ends)
+    y = autopar.collect(h, order, 1)
+
+Operators of torch say where in the whole order a row is: to sort is to see all tokens of all devices. What is computed
+row by row needs no such thing, see `autopar.ir.ops.routing`. Frameworks spell positions and counts in many ways, so
+what an index or an end is, is not read off the graph: it is computed, for random experts. A sort stays as it is if
+anything else depends on its order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import copy_graph, insert_call, map_nodes, operators, producer, tensor_arguments
+from autopar.ir.ops import routing
+from autopar.ir.program import Program
+from autopar.rules.routed import OrderError, routed_values
+from autopar.sharding.dims import node_rule
+
+aten = torch.ops.aten
+
+MOST_PAIRS = 2**26
+"""Pairs of a token and an expert for which indices are computed to be looked at."""
+
+DRAWS = 3
+"""Of random experts."""
+
+_GROUPED = {
+    "aten._grouped_mm.default": 2, "transformers.grouped_mm_fallback.default": 2,
+    "transformers.grouped_mm_fallback_backward.default": 2,
+}  # fmt: skip
+"""Products of groups of rows, and which of their arguments says where groups end."""
+
+_SORTS = (aten.sort.default, aten.sort.stable)
+_FILLS = (aten.full.default, aten.arange.default, aten.arange.start, aten.arange.start_step)
+
+
+def route_experts(program: Program) -> Program:
+    """Sort pairs of a token and an expert by operators that say that any order by experts serves."""
+    if not any(str(n.target) in _GROUPED for n in program.graph.graph.nodes):
+        return program
+    left_out: set[str] = set()
+    while True:
+        graph = copy_graph(program.graph)
+        made = [s for n in list(graph.graph.nodes) if n.name not in left_out and (s := _route(graph.graph, n))]
+        if not made:
+            return program
+        graph.graph.eliminate_dead_code()
+        wrong = {name for name, sort in made if not _is_order_free(graph.graph, sort)}
+        if not wrong:
+            graph.graph.lint()
+            graph.recompile()
+            return replace(program, graph=graph)
+        left_out |= wrong
+
+
+def _is_order_free(graph: fx.Graph, sort: fx.Node) -> bool:
+    """Whether nothing depends on the order that an operator makes."""
+    try:
+        routed_values(((n, tuple(producer(a) for a in tensor_arguments(n))) for n in operators(graph)), node_rule, sort)
+    except OrderError:
+        return False
+    return True
+
+
+def _route(graph: fx.Graph, sort: fx.Node) -> tuple[str, fx.Node] | None:
+    """The name of a sort and what takes its place; None if it is none of experts."""
+    if sort.target not in _SORTS or sort.kwargs.get("descending", False) or any(sort.args[2:]):
+        return None
+    (ids,) = sort.all_input_nodes
+    value = ids.meta["val"]
+    if value.ndim != 1 or value.is_floating_point() or not 0 < value.numel() <= MOST_PAIRS:
+        return None
+    source = ids
+    while source.target in (aten.reshape.default, aten._to_copy.default) and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    for count in _counts(graph):
+        draws = [_Draw(source, sort, count, seed) for seed in range(DRAWS)]
+        grouped = [n for n in graph.nodes if str(n.target) in _GROUPED and all(d.are_ends(_ends(n)) for d in draws)]
+        if grouped:
+            return sort.name, _rewrite(graph, sort, count, grouped, list(_reads(graph, draws)))
+    return None
+
+
+def _ends(node: fx.Node) -> Any:
+    at = _GROUPED[str(node.target)]
+    return node.args[at] if len(node.args) > at else None
+
+
+def _counts(graph: fx.Graph) -> list[int]:
+    """How many experts there are: in all layers the same, or nearly."""
+    ends = [e for n in graph.nodes if str(n.target) in _GROUPED and isinstance(e := _ends(n), fx.Node)]
+    return list(dict.fromkeys(int(e.meta["val"].numel()) for e in ends))
+
+
+class _Draw:
+    """What integers are computed from experts of pairs, for random ones.
+
+    Attributes:
+        experts: of each pair, sorted.
+        order: which pair is at each place.
+    """
+
+    def __init__(self, source: fx.Node, sort: fx.Node, count: int, seed: int) -> None:
+        """Draw experts for ``source``: one of them has no token, another most."""
+        value, generator = source.meta["val"], torch.Generator().manual_seed(seed)
+        drawn = torch.randint(0, count, value.shape, generator=generator)
+        most = torch.rand(value.shape, generator=generator) < 0.5
+        self.known: dict[fx.Node, Any] = {}
+        self.known[source] = torch.where(most | (drawn == 0), count - 1, drawn).to(value.dtype)
+        self.experts, self.order = self.of(sort)
+        self.ends = torch.bincount(self.experts.long(), minlength=count).cumsum(0)
+
+    def of(self, node: Any) -> Any:
+        """What a node gives; None if it depends on anything but the experts."""
+        if not isinstance(node, fx.Node):
+            return None
+        if node not in self.known:
+            self.known[node] = self._computed(node)
+        return self.known[node]
+
+    def _computed(self, node: fx.Node) -> Any:
+        if node.op != "call_function" or (not node.all_input_nodes and node.target not in _FILLS):
+            return None
+        if any(self.of(a) is None for a in node.all_input_nodes):
+            return None
+        args, kwargs = map_nodes((node.args, dict(node.kwargs)), self.of)
+        target: Any = node.target
+        return target(*args, **{k: "cpu" if k == "device" else v for k, v in kwargs.items()})
+
+    def are_ends(self, node: Any) -> bool:
+        """Whether a node says where the rows of each expert end."""
+        found = self.of(node)
+        return found is not None and found.shape == self.ends.shape and bool((found == self.ends).all())
+
+    def kinds(self, index: Any, rows: int) -> set[str]:
+        """What an index into so many rows may say: of each place its ``token`` or ``expert``, of each pair its ``place``."""
+        found = self.of(index)
+        if found is None or found.ndim == 0 or found.shape[0] != len(self.order):
+            return set()
+        columns, (k, odd) = found.reshape(len(found), -1), divmod(len(self.order), rows)
+        if not (columns == columns[:, :1]).all():
+            return set()
+        column, kinds = columns[:, 0], {"expert": bool((columns[:, 0] == self.experts).all())}
+        kinds["token"] = not odd and bool((column == self.order // max(k, 1)).all())
+        kinds["place"] = (k, odd) == (1, 0) and bool((column[self.order] == torch.arange(rows)).all())
+        return {kind for kind, fits in kinds.items() if fits}
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A node that reads or writes rows by an index.
+
+    Attributes:
+        node: it.
+        table: what has the rows.
+        values: what it writes; None: it reads.
+        kind: of the index, see `_Draw.kinds`.
+    """
+
+    node: fx.Node
+    table: fx.Node
+    values: fx.Node | None
+    kind: str
+
+
+def _reads(graph: fx.Graph, draws: Sequence[_Draw]) -> Iterator[_Read]:
+    """The nodes that read or write rows in the order of a sort."""
+    for node in graph.nodes:
+        found = _index_of(node)
+        if found is None or node.kwargs:
+            continue
+        table, index, values = found
+        shape, pairs = table.meta["val"].shape, len(draws[0].order)
+        rows = values if values is not None else node
+        # Of few pairs an order may be its own inverse, in one draw: in none must it look like the other.
+        kinds = [draw.kinds(index, int(shape[0])) for draw in draws] if len(shape) else [set[str]()]
+        common = set.intersection(*kinds)
+        if len(common) == 1 and isinstance(rows, fx.Node) and rows.meta["val"].shape == (pairs, *shape[1:]):
+            yield _Read(node, table, values, *common)
+
+
+def _rewrite(graph: fx.Graph, sort: fx.Node, count: int, grouped: list[fx.Node], reads: list[_Read]) -> fx.Node:
+    """Put our operators in the place of a sort, and of what depends on it."""
+    (ids,) = sort.all_input_nodes
+    pairs = len(ids.meta["val"])
+    k = max((pairs // len(r.table.meta["val"]) for r in reads if r.kind == "token"), default=1)
+    with graph.inserting_before(sort):
+        made = insert_call(graph, sort, routing.sort_by_expert, ids, k)
+        experts, order = (insert_call(graph, sort, operator.getitem, made, i) for i in (0, 1))
+        ends = insert_call(graph, sort, routing.group_ends, experts, count)
+    for node in grouped:
+        node.update_arg(_GROUPED[str(node.target)], ends)
+    for read in reads:
+        _replace(graph, read, experts, order)
+    # What is left of the positions is read by who is right with any order, or by nobody.
+    for user in list(sort.users):
+        user.replace_all_uses_with(order if user.args[1] == 1 else experts)
+    return made
+
+
+def _index_of(node: fx.Node) -> tuple[fx.Node, Any, Any] | None:
+    """What a node reads or writes along the first dim by an index: the tensor, the index, and the values it writes."""
+    args: Any = node.args
+    if node.target is aten.index.Tensor and len(args[1]) == 1:
+        return args[0], args[1][0], None
+    if node.target is aten.index_put.default and len(args[1]) == 1:
+        return args[0], args[1][0], args[2]
+    if node.target in (aten.index_select.default, aten.gather.default) and args[1] == 0:
+        return args[0], args[2], None
+    if node.target in (aten.index_add.default, aten.scatter_add.default, aten.scatter.src) and args[1] == 0:
+        return args[0], args[2], args[3]
+    return None
+
+
+def _adds(node: fx.Node) -> bool:
+    """Whether what is written is added to what is there."""
+    return node.target in (aten.index_add.default, aten.scatter_add.default) or (
+        node.target is aten.index_put.default and len(node.args) > 3 and bool(node.args[3])
+    )
+
+
+def _replace(graph: fx.Graph, read: _Read, experts: fx.Node, order: fx.Node) -> None:
+    """Make one of ours of a node; it keeps its name, module and line."""
+    node, table, values = read.node, read.table, read.values
+    k = max(1, len(order.meta["val"]) // len(table.meta["val"]))
+    zeros = table.target is aten.full.default and table.args[1] == 0
+    if read.kind == "expert":
+        # A table of experts is read by any operator; what is added to one is a sum over the rows.
+        if zeros and _adds(node):
+            node.target, node.args = routing.add_by_expert, (values, experts, len(table.meta["val"]))
+        return
+    target = routing.route if (read.kind == "token") == (values is None) else routing.collect
+    given = table if values is None else values
+    if not _adds(node) or zeros:
+        node.target, node.args = target, (given, order, k)
+        return
+    with graph.inserting_before(node):
+        sums = insert_call(graph, node, target, given, order, k)
+    node.target, node.args = aten.add.Tensor, (table, sums)
