@@ -24,9 +24,9 @@ PROCESSES = multiprocessing.get_context("fork")  # what every family needs is im
 AXES = {"a": 2, "b": 2}
 TOLERANCE = 1e-10
 NOTES = {
-    "mixtral": "experts split along their matrices' dims, not by token or expert",
-    "qwen3-moe": "experts split along their matrices' dims, not by token or expert",
-    "deepseek-v3": "experts split along their matrices' dims, not by token or expert",
+    "mixtral": "experts split by token and along their matrices' dims",
+    "qwen3-moe": "experts split by token and along their matrices' dims",
+    "deepseek-v3": "experts split by token and along their matrices' dims",
     "resnet": "batch norm in training",
     "mamba": "the scan is unrolled, a step for each token",
     "lstm": "unrolled into matrix products, a step for each token",

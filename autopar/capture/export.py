@@ -299,8 +299,11 @@ def _explain(error: Exception) -> CaptureError:
     # By name and text: these errors have no public class, and their texts change between versions of torch.
     dynamic = "DataDependent" in kind or "DynamicOutputShape" in kind or "data-dependent" in text.lower()
     if dynamic or "Could not guard" in text or "_local_scalar_dense" in text:
+        # A framework's loop over the experts that have tokens; it has other forms, too.
+        experts = "expert" in line and "transformers" in line
+        remedy = "" if not experts else "set config._experts_implementation to 'grouped_mm', which loops over none; or "
         return CaptureError(
-            f"control flow that depends on data{line}: one graph must serve every batch; "
+            f"control flow that depends on data{line}: one graph must serve every batch; {remedy}"
             "use torch.where or torch.cond, masked sums in place of tensor[mask], or move the decision out of the model"
         )
     if "DeviceMismatch" in kind and "meta" in text:

@@ -124,7 +124,12 @@ class Harness(nn.Module):
         named |= {repr(n): t for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
         origins, hooks, intercepts = Origins(self), Hooks(self.model, self.record), Intercepts(named)
         with self._traced(origins, hooks, intercepts):
-            output = without_python_draws(lambda: self._call(self.arguments.fill(tensors, numbers)))
+            output, contents = without_python_draws(lambda: self._called(self.arguments.fill(tensors, numbers)))
+        if changed := contents.changed():
+            raise CaptureError(
+                f"the model changes what it is given: {changed} is added, replaced or removed, which the caller's own "
+                "would not show; change a copy (dict(batch), list(values)) and return what is made"
+            )
         self._require_same_attributes(attributes)
         self._require_same_entries(entries)
         if self.seen.numbers is None:
@@ -133,6 +138,11 @@ class Harness(nn.Module):
         return self._results(
             output, tensors, lambda results: self._add_state(results, buffers, origins.lines, hooks, intercepts)
         )
+
+    def _called(self, given: binding.Passed) -> tuple[Any, pytree.Contents]:
+        """The output of the model, and what the containers that it is given held before."""
+        contents = pytree.Contents(given.bound, "batch")
+        return self._call(given), contents
 
     def _restore(self) -> None:
         """Bring the model's state to what it was before the tracer's earlier calls."""

@@ -118,7 +118,7 @@ def _is_alike(node: fx.Node, dim: int) -> bool:
     if node.target is aten.expand.default:
         (source,) = node.all_input_nodes
         at = dim - node.meta["val"].ndim + source.meta["val"].ndim
-        return at < 0 or source.meta["val"].shape[at] == 1
+        return at < 0 or int(source.meta["val"].shape[at]) == 1
     return node.target in _FILLED
 
 

@@ -151,7 +151,7 @@ class _Draw:
         return found is not None and found.shape == self.ends.shape and bool((found == self.ends).all())
 
     def kinds(self, index: Any, rows: int) -> set[str]:
-        """What an index into so many rows may say: of each place its ``token`` or ``expert``, of each pair its ``place``."""
+        """What an index may say: of each place its ``token`` or ``expert``, of each pair its ``place``."""
         found = self.of(index)
         if found is None or found.ndim == 0 or found.shape[0] != len(self.order):
             return set()

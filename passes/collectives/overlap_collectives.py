@@ -123,11 +123,20 @@ class _Schedule:
             # Backwards: a gather over a first axis is ahead of that over the second.
             wanted: dict[fx.Node, int] = {}
             for node in reversed(self.nodes):
-                if node in self.static:
-                    wanted[node] = min((wanted.get(u, index.get(u, start)) for u in node.users), default=index[node])
-                    if node in gathers and is_backward(node) is backward:
-                        wanted[node] = self._ahead(units, wanted[node], start, node)
-                        self._issue(node, wanted[node] + ISSUE)
+                if node not in self.static:
+                    continue
+                wanted[node] = min((wanted.get(u, index.get(u, len(index))) for u in node.users), default=index[node])
+                if is_backward(node) is not backward or is_hoisted(node):
+                    continue
+                if node in gathers:
+                    wanted[node] = self._ahead(units, wanted[node], start, node)
+                    self.position[node] = wanted[node] + ISSUE
+                elif node.all_input_nodes:  # what has none may be the state of a generator, which changes
+                    # No earlier than it is read: kernels would stand behind one that waits for a gather.
+                    self.position[node] = min(
+                        (self.position[u] if u in self.static else index.get(u, len(index)) + WAIT for u in node.users),
+                        default=self.position[node],
+                    )
 
     def _ahead(self, units: list[int], at: int, start: int, node: fx.Node) -> int:
         """The use of others in front of which a gather is issued that is to be there at a position."""
@@ -146,17 +155,6 @@ class _Schedule:
         if index not in self.blocks:
             self.blocks[index] = block_of(module_path(self.nodes[index]), self.program.blocks)
         return self.blocks[index]
-
-    def _issue(self, node: fx.Node, at: float) -> None:
-        """Put a gather somewhere, with what it is computed from."""
-        at = min(at, self.position[node])
-        pending = [node]
-        while pending:
-            current = pending.pop()
-            if self.position.get(current, -1.0) >= at:
-                self.position[current] = at
-                # Waits of gathers over another axis have a position of their own.
-                pending += [a for a in current.all_input_nodes if info(a).collective is None]
 
     def _uses(self, index: dict[fx.Node, int]) -> dict[fx.Node, int]:
         """By parameter-only node: index of the first node that uses what comes of it and is not one itself."""

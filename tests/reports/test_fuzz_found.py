@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -239,6 +240,48 @@ def test_where_a_call_draws_although_it_changes_its_batch() -> None:
     """To find the line it was called again with what was left, a KeyError."""
     with pytest.raises(autopar.CaptureError, match=r"random generator at .*test_fuzz_found.py:\d+"):
         autopar.parallelize(PopsAndDraws(), None)({"x": torch.randn(2, 2)})
+
+
+class Fills(nn.Module):
+    """Leaves something in what it is given."""
+
+    def __init__(self, change: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.first, self.change = nn.Linear(2, 2), change
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        h: Tensor = self.first(x)
+        self.change(given, h.detach())
+        return h.sum()
+
+
+@dataclasses.dataclass
+class Noted:
+    note: Any = None
+
+
+@pytest.mark.parametrize(
+    ("given", "change", "what"),
+    [
+        ({}, lambda g, h: g.setdefault("h", h), r"batch\['given'\]\['h'\]"),
+        ({"n": 1}, lambda g, h: g.pop("n"), r"batch\['given'\]\['n'\]"),
+        ([], lambda g, h: g.append(h), r"batch\['given'\]\[0\]"),
+        ([3, 1], lambda g, h: g.sort(), r"batch\['given'\]\[0\]"),
+        ({"a": [1]}, lambda g, h: g["a"].append(2), r"batch\['given'\]\['a'\]\[1\]"),
+        (Noted(), lambda g, h: setattr(g, "note", h), r"batch\['given'\].note"),
+        (SimpleNamespace(n=1), lambda g, h: setattr(g, "n", 2), r"batch\['given'\].n"),
+        ({1}, lambda g, h: g.add(2), r"batch\['given'\]\[2\]"),
+    ],
+)
+def test_what_the_caller_would_not_see(given: Any, change: Any, what: str) -> None:
+    """What a call left in its arguments was lost in silence."""
+    with pytest.raises(autopar.CaptureError, match=f"changes what it is given: {what} is"):
+        autopar.parallelize(Fills(change), None)(torch.randn(2, 2), given)
+
+
+def test_a_copy_may_change() -> None:
+    model = Fills(lambda g, h: dict(g).pop("n"))
+    autopar.parallelize(model, None)(torch.randn(2, 2), {"n": 1}).backward()
 
 
 SCALE, COUNTS, CONFIG = 1.5, [1], SimpleNamespace(scale=1.5, steps=0)

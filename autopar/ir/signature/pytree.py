@@ -71,6 +71,49 @@ class FloatProxy(ABC):
         """What stands for it in a skeleton."""
 
 
+class Contents:
+    """What the lists, dicts, sets and objects of a value hold now, to tell later whether one holds something else."""
+
+    def __init__(self, value: Any, what: str) -> None:
+        """Of ``value``, which is called ``what``."""
+        self._known: dict[int, tuple[Any, str, dict[Any, Any]]] = {}
+        self._add(value, what)
+
+    def _add(self, value: Any, path: str) -> None:
+        # Not isinstance for proxies: one says that its class is float.
+        if id(value) in self._known or issubclass(type(value), (torch.Tensor, FloatProxy, type, *_PLAIN)):
+            return
+        held = _held(value)
+        if held is not None:
+            self._known[id(value)] = value, path, held
+            for key, each in held.items():
+                self._add(each, f"{path}.{key[1]}" if key[0] == "attribute" else f"{path}[{key[1]!r}]")
+
+    def changed(self) -> str:
+        """The path of the first that holds something else, and what of it; empty if none does."""
+        for value, path, before in self._known.values():
+            now = _held(value) or {}
+            for key in dict.fromkeys([*before, *now]):
+                if key not in now or key not in before or now[key] is not before[key]:
+                    return f"{path}.{key[1]}" if key[0] == "attribute" else f"{path}[{key[1]!r}]"
+        return ""
+
+
+def _held(value: Any) -> dict[Any, Any] | None:
+    """What a container holds, by its place there; None for any other value."""
+    found: dict[Any, Any]
+    if isinstance(value, tuple | list):
+        found = {("item", i): v for i, v in enumerate(value)}
+    elif isinstance(value, Mapping):
+        found = {("item", k): v for k, v in value.items()}
+    elif isinstance(value, AbstractSet):
+        found = {("item", v): None for v in value}
+    else:
+        own = getattr(value, "__dict__", None)
+        return None if own is None else {("attribute", k): v for k, v in own.items()}
+    return found
+
+
 def flatten(
     value: Any,
     what: str = "value",
