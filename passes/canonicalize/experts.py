@@ -14,14 +14,15 @@ After::
 
 Operators of torch say where in the whole order a row is: to sort is to see all tokens of all devices. What is computed
 row by row needs no such thing, see `autopar.ir.ops.routing`. Frameworks spell positions and counts in many ways, so
-what an index or an end is, is not read off the graph: it is computed, for random experts. A sort stays as it is if
-anything else depends on its order.
+what an index or an end is, is not read off the graph: it is computed, for random experts of fewer tokens. A sort stays
+as it is if anything else depends on its order.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +37,11 @@ from autopar.sharding.dims import node_rule
 
 aten = torch.ops.aten
 
-MOST_PAIRS = 2**26
-"""Pairs of a token and an expert for which indices are computed to be looked at."""
+MOST_PAIRS = 2**10
+"""Pairs of a token and an expert; of a batch of more, fewer stand for them."""
+
+FEWER = (120, 10, 12, 14)
+"""How many tokens stand for those of a batch, and for each of several dims of tokens: such as many ``k`` divide."""
 
 DRAWS = 3
 """Of random experts."""
@@ -86,16 +90,19 @@ def _route(graph: fx.Graph, sort: fx.Node) -> tuple[str, fx.Node] | None:
         return None
     (ids,) = sort.all_input_nodes
     value = ids.meta["val"]
-    if value.ndim != 1 or value.is_floating_point() or not 0 < value.numel() <= MOST_PAIRS:
+    if value.ndim != 1 or value.is_floating_point() or not value.numel():
         return None
     source = ids
     while source.target in (aten.reshape.default, aten._to_copy.default) and source.all_input_nodes:
         source = source.all_input_nodes[0]
+    sizes = _fewer(source.meta["val"].shape) if value.numel() > MOST_PAIRS else {}
+    if sizes is None:
+        return None
     for count in _counts(graph):
-        draws = [_Draw(source, sort, count, seed) for seed in range(DRAWS)]
+        draws = [_Draw(source, sort, count, sizes, seed) for seed in range(DRAWS)]
         grouped = [n for n in graph.nodes if str(n.target) in _GROUPED and all(d.are_ends(_ends(n)) for d in draws)]
         if grouped:
-            return sort.name, _rewrite(graph, sort, count, grouped, list(_reads(graph, draws)))
+            return sort.name, _rewrite(graph, sort, count, grouped, list(_reads(graph, value.numel(), draws)))
     return None
 
 
@@ -110,6 +117,19 @@ def _counts(graph: fx.Graph) -> list[int]:
     return list(dict.fromkeys(int(e.meta["val"].numel()) for e in ends))
 
 
+def _fewer(shape: Sequence[int]) -> dict[int, int] | None:
+    """A smaller size for each product of dims of experts, the last dim being those of a token; None: one has two."""
+    *tokens, last = shape if len(shape) > 1 else (*shape, 1)
+    small = [FEWER[0] if len(tokens) == 1 else FEWER[1 + i % 3] for i in range(len(tokens))] + [last]
+    found: dict[int, int] = {}
+    for i in range(len(tokens)):
+        for j in range(i + 1, len(small) + 1):
+            size, fewer = math.prod((*tokens, last)[i:j]), math.prod(small[i:j])
+            if found.setdefault(size, fewer) != fewer or size == last:
+                return None
+    return found
+
+
 class _Draw:
     """What integers are computed from experts of pairs, for random ones.
 
@@ -118,11 +138,13 @@ class _Draw:
         order: which pair is at each place.
     """
 
-    def __init__(self, source: fx.Node, sort: fx.Node, count: int, seed: int) -> None:
-        """Draw experts for ``source``: one of them has no token, another most."""
+    def __init__(self, source: fx.Node, sort: fx.Node, count: int, sizes: Mapping[int, int], seed: int) -> None:
+        """Draw experts for ``source``: one has no token, another most; sizes of the graph have others instead."""
         value, generator = source.meta["val"], torch.Generator().manual_seed(seed)
-        drawn = torch.randint(0, count, value.shape, generator=generator)
-        most = torch.rand(value.shape, generator=generator) < 0.5
+        self.sizes = sizes
+        shape = [sizes.get(n, n) for n in value.shape]
+        drawn = torch.randint(0, count, shape, generator=generator)
+        most = torch.rand(shape, generator=generator) < 0.5
         self.known: dict[fx.Node, Any] = {}
         self.known[source] = torch.where(most | (drawn == 0), count - 1, drawn).to(value.dtype)
         self.experts, self.order = self.of(sort)
@@ -141,26 +163,38 @@ class _Draw:
             return None
         if any(self.of(a) is None for a in node.all_input_nodes):
             return None
-        args, kwargs = map_nodes((node.args, dict(node.kwargs)), self.of)
+        sized = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._sized)
+        args, kwargs = map_nodes(sized, self.of)
         target: Any = node.target
-        return target(*args, **{k: "cpu" if k == "device" else v for k, v in kwargs.items()})
+        try:
+            return target(*args, **{k: "cpu" if k == "device" else v for k, v in kwargs.items()})
+        except RuntimeError:  # another size was no number of tokens
+            return None
+
+    def _sized(self, value: Any) -> Any:
+        return self.sizes.get(value, value) if type(value) is int else value
 
     def are_ends(self, node: Any) -> bool:
         """Whether a node says where the rows of each expert end."""
         found = self.of(node)
         return found is not None and found.shape == self.ends.shape and bool((found == self.ends).all())
 
-    def kinds(self, index: Any, rows: int) -> set[str]:
-        """What an index may say: of each place its ``token`` or ``expert``, of each pair its ``place``."""
+    def kinds(self, index: Any, k: float) -> set[str]:
+        """What an index may say: of each place its ``token`` or ``expert``, of each pair its ``place``.
+
+        Args:
+            index: into the rows of a table.
+            k: pairs a row of it.
+        """
         found = self.of(index)
         if found is None or found.ndim == 0 or found.shape[0] != len(self.order):
             return set()
-        columns, (k, odd) = found.reshape(len(found), -1), divmod(len(self.order), rows)
+        columns = found.reshape(len(found), -1)
         if not (columns == columns[:, :1]).all():
             return set()
         column, kinds = columns[:, 0], {"expert": bool((columns[:, 0] == self.experts).all())}
-        kinds["token"] = not odd and bool((column == self.order // max(k, 1)).all())
-        kinds["place"] = (k, odd) == (1, 0) and bool((column[self.order] == torch.arange(rows)).all())
+        kinds["token"] = k == int(k) and bool((column == self.order // max(int(k), 1)).all())
+        kinds["place"] = k == 1 and bool((column[self.order] == torch.arange(len(column))).all())
         return {kind for kind, fits in kinds.items() if fits}
 
 
@@ -181,17 +215,17 @@ class _Read:
     kind: str
 
 
-def _reads(graph: fx.Graph, draws: Sequence[_Draw]) -> Iterator[_Read]:
-    """The nodes that read or write rows in the order of a sort."""
+def _reads(graph: fx.Graph, pairs: int, draws: Sequence[_Draw]) -> Iterator[_Read]:
+    """The nodes that read or write rows in the order of a sort of so many pairs."""
     for node in graph.nodes:
         found = _index_of(node)
         if found is None or node.kwargs:
             continue
         table, index, values = found
-        shape, pairs = table.meta["val"].shape, len(draws[0].order)
+        shape = table.meta["val"].shape
         rows = values if values is not None else node
         # Of few pairs an order may be its own inverse, in one draw: in none must it look like the other.
-        kinds = [draw.kinds(index, int(shape[0])) for draw in draws] if len(shape) else [set[str]()]
+        kinds = [draw.kinds(index, pairs / int(shape[0])) for draw in draws] if len(shape) else [set[str]()]
         common = set.intersection(*kinds)
         if len(common) == 1 and isinstance(rows, fx.Node) and rows.meta["val"].shape == (pairs, *shape[1:]):
             yield _Read(node, table, values, *common)

@@ -201,6 +201,14 @@ def test_what_is_in_an_order_is_not_cut_otherwise() -> None:
     assert by_target[routing.add_by_expert] is None
 
 
+@pytest.mark.parametrize("name", [*ROUTED, *KEPT])
+def test_of_many_tokens_fewer_are_looked_at(name: str) -> None:
+    """Three hundred million pairs: nothing of that size is made."""
+    model = (ROUTED | KEPT)[name]().to("meta")
+    program = program_of(model, (torch.empty(2**14, 2**13, HIDDEN, device="meta"),))
+    assert (routing.sort_by_expert in targets(program)) == (name in ROUTED)
+
+
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_few_tokens(tokens: int) -> None:
     """An order of two pairs is its own inverse, and one of one pair anything."""
