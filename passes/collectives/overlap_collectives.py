@@ -125,7 +125,10 @@ class _Schedule:
             for node in reversed(self.nodes):
                 if node not in self.static:
                     continue
-                wanted[node] = min((wanted.get(u, index.get(u, len(index))) for u in node.users), default=index[node])
+                # The output is in no order.
+                wanted[node] = min(
+                    (wanted.get(u, index.get(u, len(index) - 1)) for u in node.users), default=index[node]
+                )
                 if is_backward(node) is not backward or is_hoisted(node):
                     continue
                 if node in gathers:

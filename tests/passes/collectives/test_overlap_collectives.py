@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx
 
+from autopar.compiler import plan as plan_of
 from autopar.compiler import program_of, rewrite, solve
 from autopar.ir.graph import is_backward
 from autopar.ir.node_info import info
@@ -21,7 +22,7 @@ from autopar.memory.liveness import peak_memory
 from autopar.search.options import Search
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
-from autopar.verify.verify import compare
+from autopar.verify.verify import compare, verify
 from tests import models
 
 bucketing = import_module("autopar.passes.collectives.bucket_collectives")  # whose name its function has in the package
@@ -171,3 +172,23 @@ def test_a_layer_that_is_gathered_in_several_hops_takes_as_long_as_predicted(mon
         found.append((plan.predicted.step_seconds, simulate(emitted(rewrite(program, plan), plan)).step_seconds))
     predicted, simulated = (b - a for a, b in zip(*found, strict=True))
     assert simulated < 1.06 * predicted
+
+
+class Handed(torch.nn.Module):
+    """A parameter, as it is, beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.linear(x).square().mean(), "scale": self.scale.detach()}
+
+
+def test_what_is_gathered_for_the_caller_alone() -> None:
+    """A parameter that no kernel reads as it was gathered; the output has no place in the order."""
+    model, batch = Handed(), (torch.randn(4, 8),)
+    search = Search(pins={"scale": "S(0)", "result.1": "R"})
+    found = plan_of(model, batch, cluster="h100", axes={"a": 2}, search=search)
+    report = verify(model, batch, {"a": 2}, plan=replace(found, overlap=True))
+    assert report.max_error < 1e-12
