@@ -95,7 +95,9 @@ def test_only_what_is_sent_makes_it_fit() -> None:
     assert solved(FAST, 0.6, ("recompute", "none")).offload
 
 
-@pytest.mark.parametrize(("machine", "pins"), [(NONE, ()), (FAST, (("offload", "none"),))])
+@pytest.mark.parametrize(
+    ("machine", "pins"), [pytest.param(NONE, (), marks=pytest.mark.deep), (FAST, (("offload", "none"),))]
+)
 def test_nothing_goes_where_there_is_no_way_or_a_pin_forbids_it(
     machine: Cluster, pins: tuple[tuple[str, str], ...]
 ) -> None:
