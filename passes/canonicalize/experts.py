@@ -37,10 +37,10 @@ from autopar.sharding.dims import node_rule
 
 aten = torch.ops.aten
 
-MOST_PAIRS = 2**10
+MOST_PAIRS = 2**16
 """Pairs of a token and an expert; of a batch of more, fewer stand for them."""
 
-FEWER = (120, 10, 12, 14)
+FEWER = (5040, 70, 72, 60)
 """How many tokens stand for those of a batch, and for each of several dims of tokens: such as many ``k`` divide."""
 
 DRAWS = 3
@@ -76,12 +76,13 @@ def route_experts(program: Program) -> Program:
 
 
 def _is_order_free(graph: fx.Graph, sort: fx.Node) -> bool:
-    """Whether nothing depends on the order that an operator makes."""
+    """Whether nothing depends on the order that an operator makes, nor does the caller see it."""
+    read = ((n, tuple(producer(a) for a in tensor_arguments(n))) for n in operators(graph))
     try:
-        routed_values(((n, tuple(producer(a) for a in tensor_arguments(n))) for n in operators(graph)), node_rule, sort)
+        found = routed_values(read, node_rule, sort)
     except OrderError:
         return False
-    return True
+    return not any(producer(value) in found for value in graph.output_node().all_input_nodes)
 
 
 def _route(graph: fx.Graph, sort: fx.Node) -> tuple[str, fx.Node] | None:
@@ -163,6 +164,10 @@ class _Draw:
             return None
         if any(self.of(a) is None for a in node.all_input_nodes):
             return None
+        # What a larger number means, a bound of tokens say, few tokens do not show.
+        numbers = [v for v in (*node.args, *node.kwargs.values()) if isinstance(v, int | float)]
+        if self.sizes and any(abs(v) > FEWER[0] and v not in self.sizes for v in numbers):
+            return None
         sized = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._sized)
         args, kwargs = map_nodes(sized, self.of)
         target: Any = node.target
@@ -224,10 +229,14 @@ def _reads(graph: fx.Graph, pairs: int, draws: Sequence[_Draw]) -> Iterator[_Rea
         table, index, values = found
         shape = table.meta["val"].shape
         rows = values if values is not None else node
+        # Written twice without being added up, a row holds one of the two.
+        if values is not None and not _adds(node) and pairs != shape[:1].numel():
+            continue
         # Of few pairs an order may be its own inverse, in one draw: in none must it look like the other.
         kinds = [draw.kinds(index, pairs / int(shape[0])) for draw in draws] if len(shape) else [set[str]()]
         common = set.intersection(*kinds)
-        if len(common) == 1 and isinstance(rows, fx.Node) and rows.meta["val"].shape == (pairs, *shape[1:]):
+        whole = torch.Size((pairs, *shape[1:]))  # an index of another shape names a part of each row
+        if len(common) == 1 and rows.meta["val"].shape == whole and index.meta["val"].shape in ((pairs,), whole):
             yield _Read(node, table, values, *common)
 
 

@@ -35,7 +35,7 @@ def _route(tokens: Tensor, order: Tensor, k: int) -> Tensor:
 def _collect(rows: Tensor, order: Tensor, k: int) -> Tensor:
     pairs = torch.empty_like(rows, memory_format=torch.contiguous_format)
     pairs[order] = rows
-    return pairs if k == 1 else pairs.reshape(-1, k, *rows.shape[1:]).sum(1)
+    return pairs if k == 1 else pairs.reshape(-1, k, *rows.shape[1:]).sum(1, dtype=rows.dtype)
 
 
 def _group_ends(experts: Tensor, count: int) -> Tensor:

@@ -68,6 +68,28 @@ def mixed(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
     return scattered(rows * x.repeat_interleave(k, 0), x, order, k)
 
 
+def overwritten(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
+    """A token has the row that is written last, not the sum of its rows."""
+    out = torch.zeros_like(x)
+    out[order // k] = rows.detach()
+    return scattered(rows, x, order, k) + out
+
+
+def of_one_column(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
+    first = torch.zeros_like(x).scatter_add(0, (order // k)[:, None], rows.detach())
+    return scattered(rows, x, order, k) + first
+
+
+def bounded(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
+    """Rows of late tokens go to another one."""
+    return torch.zeros_like(x).index_add(0, (order // k).clamp(max=9000 if len(x) > 9000 else 5), rows)
+
+
+def handed(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
+    """The caller sees the order."""
+    return scattered(rows, x, order, k), rows  # type: ignore[return-value]
+
+
 def looked_up(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
     """The order is read as numbers."""
     return scattered(rows, x, order, k) + order[0]
@@ -102,7 +124,11 @@ class Layer(nn.Module):
         if self.bias is not None:
             h = h + self.bias[flat[order]]
         rows = grouped(F.silu(h), self.down, ends) * scores.flatten()[order][:, None]
-        return self.collect(rows, tokens, order, self.k).square().mean()
+        found: Any = self.collect(rows, tokens, order, self.k)
+        if isinstance(found, tuple):
+            return found[0].square().mean(), *(t.detach() for t in found[1:])  # type: ignore[return-value]
+        loss: Tensor = found.square().mean()
+        return loss
 
 
 def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -134,6 +160,10 @@ KEPT = {
     "cumsum": lambda: Layer(running),
     "mixed": lambda: Layer(mixed),
     "read": lambda: Layer(looked_up),
+    "overwritten": lambda: Layer(overwritten),
+    "one column": lambda: Layer(of_one_column),
+    "bounded": lambda: Layer(bounded),
+    "handed": lambda: Layer(handed),
 }
 
 
