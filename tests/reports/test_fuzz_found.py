@@ -279,6 +279,24 @@ def test_what_the_caller_would_not_see(given: Any, change: Any, what: str) -> No
         autopar.parallelize(Fills(change), None)(torch.randn(2, 2), given)
 
 
+class Lazy:
+    """An object that computes something when it is first asked."""
+
+    def __init__(self) -> None:
+        self.n = 2
+
+    @functools.cached_property
+    def twice(self) -> int:
+        return 2 * self.n
+
+
+torch.utils._pytree.register_pytree_node(Lazy, lambda lazy: ([], None), lambda children, context: Lazy())
+
+
+def test_what_is_computed_once_is_no_change() -> None:
+    autopar.parallelize(Fills(lambda g, h: g.twice), None)(torch.randn(2, 2), Lazy()).backward()
+
+
 def test_a_copy_may_change() -> None:
     model = Fills(lambda g, h: dict(g).pop("n"))
     autopar.parallelize(model, None)(torch.randn(2, 2), {"n": 1}).backward()

@@ -7,6 +7,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import operator
 import pathlib
 import uuid
@@ -87,7 +88,7 @@ class Contents:
         if held is not None:
             self._known[id(value)] = value, path, held
             for key, each in held.items():
-                self._add(each, f"{path}.{key[1]}" if key[0] == "attribute" else f"{path}[{key[1]!r}]")
+                self._add(each, path + _step(key))
 
     def changed(self) -> str:
         """The path of the first that holds something else, and what of it; empty if none does."""
@@ -95,8 +96,12 @@ class Contents:
             now = _held(value) or {}
             for key in dict.fromkeys([*before, *now]):
                 if key not in now or key not in before or now[key] is not before[key]:
-                    return f"{path}.{key[1]}" if key[0] == "attribute" else f"{path}[{key[1]!r}]"
+                    return path + _step(key)
         return ""
+
+
+def _step(key: tuple[str, Any]) -> str:
+    return f".{key[1]}" if key[0] == "attribute" else f"[{key[1]!r}]"
 
 
 def _held(value: Any) -> dict[Any, Any] | None:
@@ -110,7 +115,11 @@ def _held(value: Any) -> dict[Any, Any] | None:
         found = {("item", v): None for v in value}
     else:
         own = getattr(value, "__dict__", None)
-        return None if own is None else {("attribute", k): v for k, v in own.items()}
+        if own is None:
+            return None
+        # A property that is computed once and kept is no change.
+        kept = {k for k in own if isinstance(getattr(type(value), k, None), functools.cached_property)}
+        found = {("attribute", k): v for k, v in own.items() if k not in kept}
     return found
 
 
