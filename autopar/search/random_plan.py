@@ -229,7 +229,7 @@ def _draw(operator: Operator, have: Sequence[Layout], sizes: Sequence[int], choo
 def _reachable(operator: Operator, strategy: Strategy, have: Sequence[Layout], axis: int) -> bool:
     """Whether the arguments can be moved to what a strategy reads: no redistribution makes a value partial."""
     return all(
-        layout[axis] == wanted or not (isinstance(wanted, Partial) or not type_.may_move(layout[axis], wanted))
+        layout[axis] == wanted or (not isinstance(wanted, Partial) and type_.may_move(layout[axis], wanted))
         for wanted, layout, type_ in zip(strategy.inputs, have, operator.inputs, strict=True)
     )
 
