@@ -140,12 +140,16 @@ class _Draw:
     """
 
     def __init__(self, source: fx.Node, sort: fx.Node, count: int, sizes: Mapping[int, int], seed: int) -> None:
-        """Draw experts for ``source``: one has no token, another most; sizes of the graph have others instead."""
+        """Draw experts for ``source``: the last has all tokens, or most and the first none.
+
+        Sizes of the graph have others instead.
+        """
         value, generator = source.meta["val"], torch.Generator().manual_seed(seed)
         self.sizes = sizes
         shape = [sizes.get(n, n) for n in value.shape]
         drawn = torch.randint(0, count, shape, generator=generator)
-        most = torch.rand(shape, generator=generator) < 0.5
+        # All, in the first draw: what bounds an expert's rows shows there.
+        most = torch.rand(shape, generator=generator) < (0.5 if seed else 1.0)
         self.known: dict[fx.Node, Any] = {}
         self.known[source] = torch.where(most | (drawn == 0), count - 1, drawn).to(value.dtype)
         self.experts, self.order = self.of(sort)
@@ -166,7 +170,7 @@ class _Draw:
             return None
         # What a larger number means, a bound of tokens say, few tokens do not show.
         numbers = [v for v in (*node.args, *node.kwargs.values()) if isinstance(v, int | float)]
-        if self.sizes and any(abs(v) > FEWER[0] and v not in self.sizes for v in numbers):
+        if self.sizes and any(abs(v) >= FEWER[0] and v not in self.sizes for v in numbers):
             return None
         sized = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._sized)
         args, kwargs = map_nodes(sized, self.of)

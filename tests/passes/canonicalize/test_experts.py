@@ -29,6 +29,11 @@ def one_hot(ids: Tensor) -> Tensor:
     return F.one_hot(ids, EXPERTS).sum(0).cumsum(0).to(torch.int32)
 
 
+def few(ids: Tensor) -> Tensor:
+    """An expert has no more than so many rows, which random tokens do not reach."""
+    return torch.histc(ids.float(), EXPERTS, 0, EXPERTS - 1).clamp(max=30).cumsum(0, dtype=torch.int32)
+
+
 def scattered(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
     return torch.zeros_like(x).scatter_add(0, (order // k)[:, None].expand(-1, x.shape[1]), rows)
 
@@ -164,6 +169,7 @@ KEPT = {
     "one column": lambda: Layer(of_one_column),
     "bounded": lambda: Layer(bounded),
     "handed": lambda: Layer(handed),
+    "few rows": lambda: Layer(scattered, few),
 }
 
 
