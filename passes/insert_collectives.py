@@ -30,7 +30,7 @@ from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
 from autopar.sharding.assignment import machine_of
-from autopar.sharding.emit import MoveEmitter
+from autopar.sharding.emit import Exchanges, MoveEmitter
 from autopar.sharding.redistribute import Machine, Move, Tables
 
 
@@ -39,17 +39,18 @@ def insert_collectives(program: Program, plan: Plan) -> Program:
     graph = program.graph.graph
     tables = Tables(machine_of(plan))
     available: dict[tuple[fx.Node, Layout], fx.Node] = {}
+    exchanges = Exchanges(graph)
     in_prologue = True
     for node in list(graph.nodes):
         if in_prologue and node.op != "placeholder" and not is_hoisted(node):
             # The first node of a microbatch: what all microbatches share has been computed by now.
             in_prologue = False
             for value, layout in _hoisted_layouts(graph):
-                _redistribute(graph, node, value, layout, tables, available, False, hoisted=True)
+                _redistribute(graph, node, value, layout, tables, available, exchanges, False, hoisted=True)
         if is_operator(node):
             wanted = info(node).input_layouts
             values = [
-                _redistribute(graph, node, a, layout, tables, available, False)
+                _redistribute(graph, node, a, layout, tables, available, exchanges, False)
                 for a, layout in zip(tensor_arguments(node), wanted, strict=True)
             ]
             node.args, node.kwargs = replace_tensor_arguments(node, values)
@@ -57,7 +58,7 @@ def insert_collectives(program: Program, plan: Plan) -> Program:
     finals = [
         None
         if value is None
-        else _redistribute(graph, output, value, layout, tables, available, spec.kind == "gradient")
+        else _redistribute(graph, output, value, layout, tables, available, exchanges, spec.kind == "gradient")
         for spec, value, layout in zip(program.outputs, program.output_values, info(output).input_layouts, strict=True)
     ]
     output.args = (finals,)
@@ -83,6 +84,7 @@ def _redistribute(
     target: Layout,
     tables: Tables,
     available: dict[tuple[fx.Node, Layout], fx.Node],
+    exchanges: Exchanges,
     gradient: bool,
     hoisted: bool = False,
 ) -> fx.Node:
@@ -94,8 +96,8 @@ def _redistribute(
     # Two legs, each by its own cheapest path: the forced layout must be there for all, even if a direct path is
     # shorter.
     if index in known.forced and start not in (made, target) and not info(user).takes_as_made:
-        value = _redistribute(graph, user, value, start, tables, available, gradient, hoisted)
-        return _redistribute(graph, user, value, target, tables, available, gradient, hoisted)
+        value = _redistribute(graph, user, value, start, tables, available, exchanges, gradient, hoisted)
+        return _redistribute(graph, user, value, target, tables, available, exchanges, gradient, hoisted)
     available.setdefault((value, made), value)
     table = tables.of(type_)
     for begin, end in ((made, start), (start, target)) if target != made else ():
@@ -105,7 +107,7 @@ def _redistribute(
                 local = available[value, move.source]
                 once = hoisted or is_hoisted(user)
                 moved = available[value, move.target] = _move(
-                    graph, user, value, local, type_, move, tables.machine, gradient, once
+                    graph, user, value, local, type_, move, tables.machine, exchanges, gradient, once
                 )
                 offloaded = info(value).consumer_layout_offloaded and move.target == start
                 set_info(moved, replace(info(moved), offloaded=offloaded))
@@ -120,6 +122,7 @@ def _move(
     type_: TensorType,
     move: Move,
     machine: Machine,
+    exchanges: Exchanges,
     gradient: bool,
     hoisted: bool,
 ) -> fx.Node:
@@ -130,7 +133,11 @@ def _move(
     owner = value if user.op == "output" else user
     name = info(value).recompute_of or value.name
     with graph.inserting_before(before):
-        return MoveEmitter(graph, owner, type_, move, machine, gradient, hoisted, name).emit(local)
+        made = info(producer(value)[0]).layout(producer(value)[1])
+        emitter = MoveEmitter(
+            graph, owner, type_, move, machine, gradient, hoisted, name, value, made, exchanges
+        )  # fmt: skip
+        return emitter.emit(local)
 
 
 def _next_operator(node: fx.Node) -> fx.Node:

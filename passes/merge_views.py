@@ -77,7 +77,10 @@ class _Merger:
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             return
         if node.target in _RESHAPES and (root := self._root(node)) is not node.args[0]:
-            node.target, node.args = aten.reshape.default, (root, list(node.meta["val"].shape))
+            own: Any = node.args[1]
+            # A size that is open stays so: the value's own is a guess.
+            shape = own if -1 in own else list(node.meta["val"].shape)
+            node.target, node.args = aten.reshape.default, (root, shape)
         source: Any = node.args[0]
         if not self._does_nothing(node, source) or not self._together(node, source):
             return

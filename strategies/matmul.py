@@ -71,7 +71,7 @@ def cdist_backward(grad: Spec, a: Spec, b: Spec, p: float, distances: Spec) -> R
 
 
 @rule(routing.sort_by_expert)
-def sort_by_expert(experts: Spec, k: int) -> Rule:
+def sort_by_expert(experts: Spec, k: int, count: int) -> Rule:
     """Pairs in the order of their experts; a device that has some of the tokens has an order of these."""
     pairs = "a" if k == 1 else "(ab)"
     return Rule(f"{pairs}->{pairs},{pairs}", blocked="b", routed="a", sizes={"b": k})

@@ -50,6 +50,7 @@ class TensorType:
             `autopar.rules.shapes.known_strides.LikelyCopies`; what is not row-major has one at least.
         routed: dims in which it is in an order of each device's own where they are split, see
             `autopar.ir.ops.routing`: no redistribution cuts them otherwise. None: it depends on no such order.
+        experts: how many experts that order is by, if devices may have the rows of some of them; else 0.
     """
 
     dtype: str
@@ -59,6 +60,7 @@ class TensorType:
     drawn: bool = False
     relaid: int = 0
     routed: tuple[int, ...] | None = None
+    experts: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,8 +83,24 @@ class TensorType:
         return 0 if self.drawn else self.numel * item_bytes(self.dtype)
 
     def may_move(self, source: Placement, target: Placement) -> bool:
-        """Whether a redistribution may turn one placement into another on one axis: not in a dim that is routed."""
+        """Whether a redistribution may turn one placement into another on one axis.
+
+        A dim that is routed stays as it is, but rows of devices' own tokens may become those of their own experts and
+        back, and counts of the former those of the latter.
+        """
+        if isinstance(source, ByExpert) or isinstance(target, ByExpert):
+            if not self.routed:
+                return isinstance(source, Partial)
+            rows = isinstance(source, Split) and isinstance(target, Split) and self.routed == (0,)
+            return rows and (source.dim, source.factor) == (target.dim, target.factor)
         return not any(isinstance(p, Split) and p.dim in (self.routed or ()) for p in (source, target))
+
+    @property
+    def by_expert(self) -> tuple[ByExpert, ...]:
+        """Placements in which each device has what belongs to its experts."""
+        if not self.experts:
+            return ()
+        return tuple(ByExpert(d, j) for d in self.routed or (0,) for j in range(len(self.dims[d])))
 
     @property
     def positions(self) -> tuple[tuple[int, int], ...]:
@@ -129,6 +147,19 @@ class Split:
 
 
 @dataclass(frozen=True, order=True)
+class ByExpert(Split):
+    """Each device along the axis holds the rows of its experts, of tokens that were split along the factor before.
+
+    Experts are split in blocks. How many rows these have is known when the graph runs: sizes are as if all had equally
+    many. Of counts, which have no rows, each device has those of its experts.
+    """
+
+    def __str__(self) -> str:
+        """``E(0.1)``: rows of dim 0, of tokens that were split along factor 1."""
+        return f"E({self.dim}.{self.factor})"
+
+
+@dataclass(frozen=True, order=True)
 class At:
     """Only the devices at coordinate ``index`` along the axis hold the tensor: those of a pipeline's stage."""
 
@@ -164,9 +195,9 @@ def parse_placement(text: str) -> Placement:
         return Replicate()
     if text.startswith("P(") and text.endswith(")"):
         return Partial(text[2:-1])
-    if text.startswith("S(") and text.endswith(")"):
+    if text.startswith(("S(", "E(")) and text.endswith(")"):
         dim, _, factor = text[2:-1].partition(".")
-        return Split(int(dim), int(factor or 0))
+        return (Split if text[0] == "S" else ByExpert)(int(dim), int(factor or 0))
     # Only parameters in plans of pipelines have these.
     if text.startswith("@"):
         return At(int(text[1:]))
@@ -185,7 +216,10 @@ def factor_parts(layout: Layout, sizes: Sequence[int]) -> dict[tuple[int, int], 
 
 
 def divides(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> bool:
-    """Whether every split of ``layout`` is into equal blocks of whole elements."""
+    """Whether every split of ``layout`` is into equal blocks of whole elements, and of whole experts."""
+    owners = math.prod(n for p, n in zip(layout, sizes, strict=True) if isinstance(p, ByExpert))
+    if owners > 1 and (not type_.experts or type_.experts % owners):
+        return False
     return all(
         d < len(type_.dims) and j < len(type_.dims[d]) and type_.dims[d][j].size % parts == 0
         for (d, j), parts in factor_parts(layout, sizes).items()
@@ -201,6 +235,12 @@ def local_dims(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> tuple
 def local_shape(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
     """Shape of the block that one device holds."""
     return tuple(math.prod(dim) for dim in local_dims(type_, layout, sizes))
+
+
+def open_shape(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> list[int]:
+    """The same for a view: a dim whose size is known when the graph runs is -1."""
+    owned = {p.dim for p in layout if isinstance(p, ByExpert)}
+    return [-1 if d in owned else n for d, n in enumerate(local_shape(type_, layout, sizes))]
 
 
 def describe(type_: TensorType, layout: Layout, axes: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.layout import Layout, Partial, Placement, Replicate, Split, TensorType, divides
+from autopar.ir.layout import ByExpert, Layout, Partial, Placement, Replicate, Split, TensorType, divides
 from autopar.sharding.dims import Operator
 
 REPLICATE = "R"
@@ -22,16 +22,19 @@ class Strategy:
     """What one operator does on one mesh axis.
 
     Attributes:
-        name: stable name: ``R``, a letter and its factor ``m.0``, or ``P0`` for linear set 0.
+        name: stable name: ``R``, a letter and its factor ``m.0``, ``s.0>`` where devices have the rows of their own
+            experts, or ``P0`` for linear set 0.
         inputs: placement of each tensor argument.
         outputs: placement of each output.
         factor: ``(letter, index of its factor)`` that is split, or None.
+        owned: how many experts devices have a part of each; 0 where they have all.
     """
 
     name: str
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     factor: tuple[str, int] | None = None
+    owned: int = 0
 
     @property
     def splits(self) -> bool:
@@ -85,7 +88,39 @@ def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:
         complete = tuple(o for o in outputs if o is not None)
         if len(complete) == len(outputs):
             found.append(Strategy(f"{name}.{j}", tuple(inputs), complete, (name, j)))
-    return found
+    return [*found, *(other for strategy in found if (other := _by_expert(operator, name, strategy)) is not None)]
+
+
+def _by_expert(operator: Operator, name: str, strategy: Strategy) -> Strategy | None:
+    """The strategy that splits rows by the experts that devices have, beside one that splits them by tokens."""
+    rule, letter = operator.rule, operator.letters[name]
+    experts = {operator.inputs[i].experts for i, d, _ in letter.inputs if d in (operator.inputs[i].routed or ())}
+    # Numbers of rows are known when the graph runs only, and positions of routed tokens are not among an expert's rows.
+    if len(experts) != 1 or 0 in experts or name in (*rule.routed, *rule.keep):
+        return None
+    # Views take an open size; who counts elements, makes tensors of sizes or emits other code for them does not.
+    if rule.lower or rule.scaled or (rule.shapes and not rule.view):
+        return None
+    inputs, outputs = list(strategy.inputs), list(strategy.outputs)
+    counts = rule.counts.get(name, ())
+    # Each device has the matrices of its experts, and makes those of their gradients.
+    for side, types, all_dims in ((inputs, operator.inputs, rule.inputs), (outputs, operator.outputs, rule.outputs)):
+        for i, (type_, dims) in enumerate(zip(types, all_dims, strict=True)):
+            at = [d for d, group in enumerate(dims or ()) if any(c in rule.inputs[k][0] for k in counts for c in group)]
+            here, made = side[i], types is operator.outputs
+            if type_ is None or not dims:
+                continue
+            if isinstance(here, Split):
+                if not made and here.dim not in (type_.routed or ()):
+                    return None
+                side[i] = ByExpert(here.dim, here.factor)
+            elif at and not made and i in counts:
+                side[i] = ByExpert(0, 0)
+            elif at:
+                if len(type_.dims[at[0]]) != 1:
+                    return None
+                side[i] = Split(at[0], 0)
+    return Strategy(f"{strategy.name}>", tuple(inputs), tuple(outputs), strategy.factor, *experts)
 
 
 @dataclass(frozen=True)
@@ -127,6 +162,9 @@ def candidates(
         uses = np.array([s.factor == factor for s in options])
         parts = np.where(uses[choice], np.array(sizes), 1).prod(axis=1)
         valid &= operator.letters[factor[0]].factors[factor[1]].size % parts == 0
+    for owned in {s.owned for s in options if s.owned}:
+        parts = np.where(np.array([s.owned > 0 for s in options])[choice], np.array(sizes), 1).prod(axis=1)
+        valid &= owned % parts == 0
     return Candidates(options, choice[valid])
 
 
@@ -149,6 +187,7 @@ def layouts(type_: TensorType, sizes: tuple[int, ...], partial: bool = True) -> 
     """Every layout of a tensor that divides, in a fixed order, the replicated one first."""
     options: list[Placement] = [Replicate(), *([Partial()] if partial else [])]
     options += [Split(d, j) for d, j in type_.positions if any(type_.dims[d][j].size % n == 0 for n in sizes)]
+    options += type_.by_expert
     # Ties in the search are broken by this order: sorted otherwise, the same program would get another plan.
     every = itertools.product(options, repeat=len(sizes))
     return tuple(layout for layout in every if divides(type_, layout, sizes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -128,7 +128,8 @@ def _analyze(program: Program) -> Dims:
     types = _types(program, expanded, factors)
     orders = routed_values(program.sources.items(), lambda node: equations[program.calls[node]][0])
     for value, order in orders.items():
-        types[value] = replace(types[value], routed=tuple(sorted(order.dims)))
+        experts = 0 if order.itself else int(cast(int, order.sort.args[2]))
+        types[value] = replace(types[value], routed=tuple(sorted(order.dims)), experts=experts)
     copied = likely_copies(program).arguments
     shared: dict[Any, Operator] = {}
     operators = {}
@@ -137,7 +138,7 @@ def _analyze(program: Program) -> Dims:
         known = [
             types[v] for v in (*program.sources[node], *((node, i) for i in range(len(call.outputs)))) if v in types
         ]
-        kinds = tuple((type_.drawn, type_.routed) for type_ in known)
+        kinds = tuple((type_.drawn, type_.routed, type_.experts) for type_ in known)
         key = (call, _pattern(program.sources[node], node, expanded, factors.size), copied.get(node, ()), kinds)
         if key not in shared:
             found = _operator(node, equations[call], program.sources[node], expanded, factors.size, types)

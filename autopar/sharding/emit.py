@@ -9,13 +9,42 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import inherit_origin
-from autopar.ir.layout import Layout, Split, TensorType, local_dims, local_shape
+from autopar.ir.graph import inherit_origin, producer
+from autopar.ir.layout import ByExpert, Layout, Split, TensorType, local_dims, local_shape, open_shape
 from autopar.ir.node_info import info, set_info
+from autopar.ir.ops import exchange, routing
 from autopar.ir.ops.collectives import Collective, axis_index, c10d
-from autopar.sharding.redistribute import WIRE, Machine, Move, moved_bytes, reduces, sum_dtype
+from autopar.sharding.redistribute import WIRE, Machine, Move, exchanges, moved_bytes, reduces, sum_dtype
 
 aten = torch.ops.aten
+
+
+def _product(*sizes: int) -> int:
+    """Of sizes, of which -1 is an open one."""
+    return -1 if -1 in sizes else math.prod(sizes)
+
+
+class Exchanges:
+    """What devices tell one another before they exchange rows: how many there are of each expert.
+
+    Attributes:
+        sorts: the operator that made the order that a value is in.
+        counts: by sort and by the axes over which experts are split: counts of a device's own experts, outermost axis
+            first; what came from the devices along the last axis; and the order of what comes from them.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        """Find the sorts, before moves come between operators."""
+        self.sorts: dict[fx.Node, fx.Node] = {}
+        self.counts: dict[tuple[fx.Node, tuple[int, ...]], tuple[fx.Node, fx.Node, fx.Node]] = {}
+        self.whole: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            source, _ = producer(node)
+            known = [self.sorts[a] for a in source.all_input_nodes if a in self.sorts]
+            if source.target is routing.sort_by_expert:
+                self.sorts[node] = source
+            elif known and any(t is not None and t.routed is not None for t in info(source).types):
+                self.sorts[node] = known[0]
 
 
 @dataclass(frozen=True)
@@ -31,6 +60,9 @@ class MoveEmitter:
         gradient: whether its only purpose is to bring a gradient into its parameter's layout.
         hoisted: whether it runs once a step, before the first microbatch.
         value: name of the node whose value it is.
+        source: that node.
+        made: the layout in which it was made.
+        exchanges: of the graph; they grow.
     """
 
     graph: fx.Graph
@@ -41,6 +73,9 @@ class MoveEmitter:
     gradient: bool = False
     hoisted: bool = False
     value: str = ""
+    source: fx.Node | None = None
+    made: Layout = ()
+    exchanges: Exchanges | None = None
 
     def emit(self, local: fx.Node) -> fx.Node:
         """The value in the move's target layout, from ``local``, which is in its source layout."""
@@ -98,13 +133,17 @@ class MoveEmitter:
         return self._call(aten.view_as_complex.default, self._call(aten.unflatten.int, received, -1, [-1, 2]))
 
     def _sides(self, layout: Layout, position: Split) -> tuple[int, int, int]:
-        """Local elements of the dims outside, of the factor at a position, and of the dims inside of it."""
+        """Local elements of the dims outside, of the factor at a position, and of the dims inside of it; -1 if open."""
         flat = [n for dim in local_dims(self.type, layout, self.machine.sizes) for n in dim]
         at = sum(len(dim) for dim in self.type.dims[: position.dim]) + position.factor
-        return math.prod(flat[:at]), flat[at], math.prod(flat[at + 1 :])
+        # How many rows devices have of their experts, only the data say.
+        open_dims = [p.dim for p in layout if isinstance(p, ByExpert)]
+        outer = -1 if any(d < position.dim for d in open_dims) else math.prod(flat[:at])
+        inner = -1 if any(d > position.dim for d in open_dims) else math.prod(flat[at + 1 :])
+        return outer, flat[at], inner
 
     def _shape(self, layout: Layout) -> list[int]:
-        return list(local_shape(self.type, layout, self.machine.sizes))
+        return open_shape(self.type, layout, self.machine.sizes)
 
     def _contiguous(self, local: fx.Node, shape: list[int]) -> fx.Node:
         return self._call(aten.contiguous.default, self._call(aten.reshape.default, local, shape))
@@ -119,7 +158,7 @@ class MoveEmitter:
         blocks = self._call(aten.reshape.default, local, [outer, self._parts, rest])
         # Collectives of torch exchange blocks of dim 0, and the factor may be in any dim.
         swapped = self._call(aten.permute.default, blocks, [1, 0, 2])
-        return self._contiguous(swapped, [self._parts * outer, rest])
+        return self._contiguous(swapped, [_product(self._parts, outer), rest])
 
     def _from_front(self, blocks: fx.Node, outer: int, rest: int) -> fx.Node:
         """``[parts * outer, rest] -> [outer, parts, rest]``, in the shape of the target."""
@@ -134,9 +173,9 @@ class MoveEmitter:
         if self._is_leading(position, outer):
             ready = self._call(aten.contiguous.default, local)
             return self._communicate(c10d.all_gather_into_tensor.default, ready, self._parts)
-        flat = self._contiguous(local, [outer, size * inner])
+        flat = self._contiguous(local, [outer, _product(size, inner)])
         gathered = self._communicate(c10d.all_gather_into_tensor.default, flat, self._parts)
-        return self._from_front(gathered, outer, size * inner)
+        return self._from_front(gathered, outer, _product(size, inner))
 
     def _reduce_scatter(self, local: fx.Node) -> fx.Node:
         position = self.move.target[self.move.axis]
@@ -145,7 +184,7 @@ class MoveEmitter:
         if self._is_leading(position, outer):
             ready = self._call(aten.contiguous.default, local)
             return self._communicate(c10d.reduce_scatter_tensor.default, ready, "sum", self._parts)
-        blocks = self._to_front(local, outer, size // self._parts * inner)
+        blocks = self._to_front(local, outer, _product(size // self._parts, inner))
         mine = self._communicate(c10d.reduce_scatter_tensor.default, blocks, "sum", self._parts)
         return self._call(aten.reshape.default, mine, self._shape(self.move.target))
 
@@ -158,10 +197,12 @@ class MoveEmitter:
 
     def _all_to_all(self, local: fx.Node) -> fx.Node:
         out, into = self.move.source[self.move.axis], self.move.target[self.move.axis]
+        if exchanges(out, into):
+            return self._exchange(local)
         assert isinstance(out, Split)
         assert isinstance(into, Split)
         outer, size, inner = self._sides(self.move.source, into)
-        blocks = self._to_front(local, outer, size // self._parts * inner)
+        blocks = self._to_front(local, outer, _product(size // self._parts, inner))
         # Equal blocks: rows of dim 0 that go to, and come from, each device.
         counts = [outer] * self._parts
         swapped = self._communicate(c10d.all_to_all_single.default, blocks, counts, counts)
@@ -177,8 +218,68 @@ class MoveEmitter:
         position = self.move.target[self.move.axis]
         assert isinstance(position, Split)
         outer, size, inner = self._sides(self.move.source, position)
-        blocks = self._call(aten.reshape.default, local, [outer, self._parts, size // self._parts * inner])
+        blocks = self._call(aten.reshape.default, local, [outer, self._parts, _product(size // self._parts, inner)])
         index = self._call(axis_index, self._axis)
         mine = self._call(aten.select.int, blocks, 1, index)
         # A copy: a view would keep the whole value alive for as long as the part, such as a gradient to the end.
         return self._call(aten.clone.default, self._call(aten.reshape.default, mine, self._shape(self.move.target)))
+
+    def _exchange(self, local: fx.Node) -> fx.Node:
+        """Rows to the devices that have their experts, or back; or the counts of these."""
+        into = self.move.target[self.move.axis]
+        owned = self.move.target if isinstance(into, ByExpert) else self.move.source
+        # Along an axis of one device nothing is exchanged.
+        owners = zip(owned, self.machine.sizes, strict=True)
+        axes = tuple(a for a, (p, n) in enumerate(owners) if isinstance(p, ByExpert) and n > 1)
+        assert self.exchanges is not None
+        assert self.source is not None
+        sort = self.exchanges.sorts[self.source]
+        if not self.type.routed:
+            return self._own_ends(local, sort, axes)
+        own, received, order = self._counts(sort, axes)
+        sent = self._counts(sort, axes[:-1])[0] if len(axes) > 1 else self._whole_counts(sort)
+        rows, parts = local_shape(self.type, self.move.target, self.machine.sizes)[0], self._parts
+        if isinstance(into, ByExpert):
+            came = self._communicate(exchange.exchange_rows, local, sent, received, parts, rows)
+            return self._call(aten.index_select.default, came, 0, order)
+        back = self._call(aten.index_select.default, local, 0, self._call(aten.argsort.default, order))
+        return self._communicate(exchange.exchange_rows, back, received, sent, parts, rows)
+
+    def _own_ends(self, local: fx.Node, sort: fx.Node, axes: tuple[int, ...]) -> fx.Node:
+        """Where the rows of each of a device's own experts end."""
+        pairs = zip(self.move.source, self.made, strict=True)
+        if all(now == made or isinstance(now, ByExpert) for now, made in pairs):
+            counts = self._counts(sort, axes)[0]
+        else:  # added up over other axes already
+            first = self._call(aten.new_zeros.default, local, [1])
+            counts = self._call(aten.diff.default, local, 1, -1, first)
+            counts = self._communicate(c10d.reduce_scatter_tensor.default, counts, "sum", self._parts)
+        return self._cast(self._call(aten.cumsum.default, counts, 0), self.type.dtype)
+
+    def _whole_counts(self, sort: fx.Node) -> fx.Node:
+        """How many of a device's pairs are of each expert."""
+        assert self.exchanges is not None
+        if sort not in self.exchanges.whole:
+            found = next(n for n in sort.users if producer(n) == (sort, 0))
+            self.exchanges.whole[sort] = self._call(exchange.count_experts, found, sort.args[2])
+        return self.exchanges.whole[sort]
+
+    def _counts(self, sort: fx.Node, axes: tuple[int, ...]) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """What is known of the rows of devices that split experts over some axes, see `Exchanges`."""
+        assert self.exchanges is not None
+        known = self.exchanges.counts
+        if (sort, axes) not in known:
+            sent = self._counts(sort, axes[:-1])[0] if len(axes) > 1 else self._whole_counts(sort)
+            parts = self.machine.sizes[axes[-1]]
+            size, axis = self.type.experts // math.prod(self.machine.sizes[a] for a in axes), self.machine.names[axes[-1]]
+            told = self._call(c10d.all_to_all_single.default, sent, [size] * parts, [size] * parts, axis)
+            collective = Collective("all_to_all", axis, 8.0 * size * parts)
+            set_info(told, replace(info(told), collective=collective))
+            received = self._call(c10d.wait_tensor.default, told)
+            pairs = sort.meta["val"][1].numel()
+            split = math.prod(
+                n for p, n in zip(info(sort).layout(1), self.machine.sizes, strict=True) if isinstance(p, Split)
+            )
+            order = self._call(exchange.arrivals, received, parts, pairs // split)
+            known[sort, axes] = (self._call(exchange.owned_counts, received, parts), received, order)
+        return known[sort, axes]

@@ -1,6 +1,6 @@
 """Redistribution: the cheapest sequence of single-axis moves from one layout of a tensor to another.
 
-Moves are all-gather, reduce-scatter, all-reduce, all-to-all and a local slice. Axes that split one factor nest in mesh
+Moves are all-gather, reduce-scatter, all-reduce, all-to-all, a local slice and the exchange of rows by experts. Axes that split one factor nest in mesh
 order, so only the innermost of them can be moved. All pairs are found at once: Floyd-Warshall over the tensor's layouts
 (R. W. Floyd, "Algorithm 97: Shortest path", 1962), in numpy.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autopar.costs.cluster import Device, Link
 from autopar.costs.collectives import COLLECTIVES
-from autopar.ir.layout import Factor, Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
+from autopar.ir.layout import ByExpert, Factor, Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
 from autopar.ir.ops.collectives import Collective
 from autopar.sharding.candidates import layouts, split_parts
 
@@ -51,7 +51,7 @@ class Move:
     """One single-axis step of a redistribution.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``slice``.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` (to and from experts, too) or ``slice``.
         axis: index of the mesh axis.
         source: layout before.
         target: layout after.
@@ -63,8 +63,15 @@ class Move:
     target: Layout
 
 
+def exchanges(source: Placement, target: Placement) -> bool:
+    """Whether rows go between tokens and experts, or counts of them."""
+    return isinstance(source, ByExpert) != isinstance(target, ByExpert)
+
+
 def move_kind(source: Placement, target: Placement) -> str | None:
     """The collective that turns one placement into another on one axis; None if there is none."""
+    if exchanges(source, target):
+        return "all_to_all"
     # Nothing becomes Partial: whoever takes the terms would only have to add them up again.
     if isinstance(source, Split):
         return {Replicate: "all_gather", Split: "all_to_all"}.get(type(target))
@@ -75,6 +82,9 @@ def move_kind(source: Placement, target: Placement) -> str | None:
 
 def innermost(layout: Layout, axis: int) -> bool:
     """Whether no later axis splits the factor that ``axis`` splits, so that its blocks are contiguous."""
+    # Blocks of experts are contiguous whichever tokens they are of.
+    if isinstance(layout[axis], ByExpert):
+        return not any(isinstance(p, ByExpert) for p in layout[axis + 1 :])
     return layout[axis] not in layout[axis + 1 :]
 
 
@@ -116,12 +126,20 @@ class Redistributions:
     def _move(self, source: Layout, axis: int, other: Placement) -> Move | None:
         """The move that gives an axis another placement; None if there is none."""
         placement = source[axis]
+        if other == placement or not self.type.may_move(placement, other):
+            return None
+        target = (*source[:axis], other, *source[axis + 1 :])
+        kind = move_kind(placement, other)
+        if kind and exchanges(placement, other):
+            # Rows of tokens are in no order: only the axes that experts are split over nest.
+            nested = innermost(source if isinstance(placement, ByExpert) else target, axis)
+            return Move(kind, axis, source, target) if nested and target in self.index else None
         # Blocks of an outer axis are not contiguous while an inner axis splits the same factor.
-        if other == placement or (isinstance(placement, Split) and not innermost(source, axis)):
+        if isinstance(placement, Split) and not innermost(source, axis):
             return None
-        if not self.type.may_move(placement, other):
+        # Such a move tells blocks by their sizes.
+        if kind == "all_to_all" and any(isinstance(p, ByExpert) for p in source):
             return None
-        kind, target = move_kind(placement, other), (*source[:axis], other, *source[axis + 1 :])
         if not kind or target not in self.index or not (isinstance(other, Replicate) or innermost(target, axis)):
             return None
         return Move(kind, axis, source, target)
@@ -182,6 +200,8 @@ class Redistributions:
     def _copies_before(self, move: Move) -> int:
         """Copies of what is moved: the factor that is split comes first, and all is row-major."""
         into = move.target[move.axis]
+        if exchanges(move.source[move.axis], into):  # back into the order in which rows came
+            return int(not isinstance(into, ByExpert))
         if move.kind in ("reduce_scatter", "all_to_all") and self._outer(move.source, into) > 1:
             return 1
         return int(self.type.relaid > 0 and move.kind != "all_reduce")
@@ -190,6 +210,8 @@ class Redistributions:
         """Copies of the result: the factor that was split comes back to its place; a slice is one, or two."""
         kind, out, into = move.kind, move.source[move.axis], move.target[move.axis]
         count = int(self.type.relaid > 1)
+        if exchanges(out, into):  # into the order of experts
+            return count + isinstance(into, ByExpert)
         if kind in ("all_gather", "all_to_all"):
             count += self._outer(move.source if kind == "all_gather" else move.target, out) > 1
         if kind == "slice":

@@ -13,6 +13,7 @@ from torch import fx
 from autopar.costs.collectives import wire_bytes
 from autopar.ir.graph import map_nodes
 from autopar.ir.node_info import graph_info, info
+from autopar.ir.ops.exchange import block_sizes, exchange_rows
 from autopar.ir.ops.collectives import COALESCED, GROUP_ARGUMENT, IN_PLACE, axis_index, c10d
 from autopar.ir.ops.random import generator_states, restore_generators
 from autopar.ir.program import Program, is_hoisted
@@ -141,6 +142,8 @@ def _run_node(
         return environment[argument]
     if target in GROUP_ARGUMENT:
         axis_name = str(node.args[GROUP_ARGUMENT[target]])
+        if target is exchange_rows:
+            argument = node.args[:3]  # which rows go where depends on what is counted
         given = environment[argument] if isinstance(argument, fx.Node) else _together(environment, argument)
         return _COLLECTIVES[target](node, given, groups[axis_name])
     results = []
@@ -209,11 +212,22 @@ def _all_to_all(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) 
     return results
 
 
+def _exchange_rows(node: fx.Node, values: list[Any], groups: list[Group]) -> list[torch.Tensor]:
+    results = [rows for rows, _, _ in values]
+    parts: Any = node.args[3]
+    for group in groups:
+        blocks = [values[r][0].split(block_sizes(*values[r], parts)[0]) for r in group]
+        for i, r in enumerate(group):
+            results[r] = torch.cat([b[i] for b in blocks])
+    return results
+
+
 _COLLECTIVES: dict[Any, Callable[[fx.Node, list[Any], list[Group]], list[Any]]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_to_all_single.default: _all_to_all,
+    exchange_rows: _exchange_rows,
 }
 
 

@@ -8,7 +8,7 @@ Before (``ids``: experts of each token, flat)::
 
 After::
 
-    e, order = autopar.sort_by_expert(ids); rows = autopar.route(x, order, k)
+    e, order = autopar.sort_by_expert(ids, k, 8); rows = autopar.route(x, order, k)
     ends = autopar.group_ends(e, 8); h = aten._grouped_mm(rows, w, ends)
     y = autopar.collect(h, order, 1)
 
@@ -250,7 +250,7 @@ def _rewrite(graph: fx.Graph, sort: fx.Node, count: int, grouped: list[fx.Node],
     pairs = len(ids.meta["val"])
     k = max((pairs // len(r.table.meta["val"]) for r in reads if r.kind == "token"), default=1)
     with graph.inserting_before(sort):
-        made = insert_call(graph, sort, routing.sort_by_expert, ids, k)
+        made = insert_call(graph, sort, routing.sort_by_expert, ids, k, count)
         experts, order = (insert_call(graph, sort, operator.getitem, made, i) for i in (0, 1))
         ends = insert_call(graph, sort, routing.group_ends, experts, count)
     for node in grouped:

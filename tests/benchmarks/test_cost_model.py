@@ -83,7 +83,7 @@ def synthetic() -> tuple[list[cost_model.Row], cost_model.Steps]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("begin", [0, 1], ids=["first half", "second half"])
+@pytest.mark.parametrize("begin", [0, pytest.param(1, marks=pytest.mark.deep)], ids=["first half", "second half"])
 def test_planted_parameters_are_found_again(begin: int) -> None:
     """From either half of the rows, where what is expected counts little."""
     pytest.importorskip("scipy")

@@ -13,8 +13,8 @@ from tests.fuzz.piece import At
 from tests.fuzz.render import script, source
 from tests.fuzz.shrink import shrunk, smaller_than
 
-ONE = 40
-"""Modules on one device in `make test`, and with random plans half as many."""
+ONE = 20
+"""Modules on one device in `make test`, and with random plans as many."""
 
 CHUNK = 20
 
@@ -55,7 +55,7 @@ def test_modules_on_one_device(first: int) -> None:
     check("one", first, CHUNK)
 
 
-@pytest.mark.parametrize("first", chunks(DEEP_PLANS, ONE // 2))
+@pytest.mark.parametrize("first", chunks(DEEP_PLANS, ONE))
 def test_modules_under_random_plans(first: int) -> None:
     check("plans", first, CHUNK)
 

@@ -17,7 +17,7 @@ def computed(
     x: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, k: int
 ) -> list[torch.Tensor]:
     """Tokens, and sums over all rows: a product of each expert, what is added by expert, and gradients of weights."""
-    experts, order = sort_by_expert(ids, k)
+    experts, order = sort_by_expert(ids, k, 3)
     ends = group_ends(experts, EXPERTS)
     rows = route(x, order, k)
     made = grouped_mm(rows, weight, ends)
@@ -50,6 +50,6 @@ def test_collect_is_the_transpose_of_route(k: int) -> None:
 
 
 def test_experts_without_rows_end_where_they_begin() -> None:
-    experts, _ = sort_by_expert(torch.tensor([2, 0, 2]), 1)
+    experts, _ = sort_by_expert(torch.tensor([2, 0, 2]), 1, 3)
     assert group_ends(experts, EXPERTS).tolist() == [1, 1, 3, 3]
     assert group_ends(experts[:0], EXPERTS).tolist() == [0] * EXPERTS

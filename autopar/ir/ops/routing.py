@@ -15,14 +15,14 @@ from torch import Tensor
 
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("sort_by_expert(Tensor experts, int k) -> (Tensor, Tensor)")
+_library.define("sort_by_expert(Tensor experts, int k, int count) -> (Tensor, Tensor)")
 _library.define("route(Tensor tokens, Tensor order, int k) -> Tensor")
 _library.define("collect(Tensor rows, Tensor order, int k) -> Tensor")
 _library.define("group_ends(Tensor experts, int count) -> Tensor")
 _library.define("add_by_expert(Tensor rows, Tensor experts, int count) -> Tensor")
 
 
-def _sort_by_expert(experts: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _sort_by_expert(experts: Tensor, k: int, count: int) -> tuple[Tensor, Tensor]:
     # Stable: replicas, which sort the same numbers, get the same order.
     found, order = torch.sort(experts, stable=True)
     return found, order
@@ -57,7 +57,7 @@ for _name, _function in (
 sort_by_expert = torch.ops.autopar.sort_by_expert.default
 """The sorted experts ``[pairs]`` of pairs ``[pairs]``, and the pair at each place: the *order*.
 
-A token's ``k`` pairs follow one another before; no device has some of them only.
+A token's ``k`` pairs follow one another before; no device has some of them only. There are ``count`` experts.
 """
 
 route = torch.ops.autopar.route.default

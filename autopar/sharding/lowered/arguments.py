@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Layout, open_shape
 from autopar.sharding.candidates import letter_parts
 from autopar.sharding.dims import Operator
 
@@ -32,7 +32,7 @@ def localized(
     for position in operator.rule.shapes:
         type_ = operator.outputs[0]
         assert type_ is not None and made is not None
-        args[position] = list(local_shape(type_, made, sizes))
+        args[position] = open_shape(type_, made, sizes)
     for key, letters in operator.rule.scaled.items():
         parts = letter_parts(strategy, letters, sizes)
         # A default that was left out stays so.
