@@ -17,7 +17,9 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.ir.graph import is_operator
-from autopar.ir.node_info import graph_info, info, set_graph_info
+from autopar.ir.layout import ByExpert
+from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
+from autopar.ir.ops import exchange
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.rules.shapes.local_shapes import propagate
@@ -30,8 +32,23 @@ def localize_shapes(program: Program, plan: Plan) -> Program:
         if is_operator(node) and info(node).operator is not None:
             _localize(node, plan.axis_sizes)
     propagate(program, plan, everything=True)
+    _note_open_sizes(program.graph.graph)
     set_graph_info(program.graph, replace(graph_info(program.graph), invariants=("layouts", "placed", "local")))
     return program
+
+
+def _note_open_sizes(graph: fx.Graph) -> None:
+    """Say of each node whether its tensor has a size that only the data give, and the propagated one is a guess."""
+    if not any(n.target is exchange.exchange_rows for n in graph.nodes):
+        return
+    for node in graph.nodes:
+        layouts = [layout for layout in info(node).layouts if layout is not None]
+        if layouts:
+            size = any(isinstance(p, ByExpert) for layout in layouts for p in layout)
+        else:  # between a layout and the next one
+            made = node.target in (exchange.exchange_rows, exchange.arrivals)
+            size = made or any(info(a).open_size for a in node.all_input_nodes)
+        set_info(node, replace(info(node), open_size=size))
 
 
 def _localize(node: fx.Node, sizes: Sequence[int]) -> None:

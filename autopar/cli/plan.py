@@ -175,12 +175,11 @@ def _print_plan(task: ModelAndBatch, target: Target, search: Search, outputs: Ou
     Raises:
         typer.Exit: Ctrl-C ended the search or the comparison; what there was is printed all the same.
     """
-    from autopar.explain.recipes import compare_recipes, find_plan
+    from autopar.explain.recipes import compare_recipes, compared_with, find_plan
     from autopar.explain.tables.progress import SearchProgress, counted
     from autopar.explain.tables.recipes import comparison_list, comparison_table
     from autopar.ir.plan import INTERRUPTED
     from autopar.ir.precision import Precision
-    from autopar.search.formulation.recipes import RECIPES
 
     with SearchProgress() as progress:
         found = find_plan(
@@ -211,7 +210,7 @@ def _print_plan(task: ModelAndBatch, target: Target, search: Search, outputs: Ou
     elif comparisons:
         typer.echo(f"\n{comparison_table(plan, comparisons)}")
     # Scripts see that something was cut short, though there is a plan.
-    if plan.certificate.method == INTERRUPTED or (outputs.compare and len(comparisons) < len(RECIPES)):
+    if plan.certificate.method == INTERRUPTED or (outputs.compare and len(comparisons) < len(compared_with(found))):
         raise typer.Exit(STOPPED)
     # The page searches dozens of cases: whoever pressed Ctrl-C does not wait for them.
     if outputs.report is not None:

@@ -15,6 +15,7 @@ from autopar.costs.arguments import AXES, require
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
+from autopar.ir.ops.routing import sort_by_expert
 from autopar.ir.plan import INTERRUPTED, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
@@ -123,15 +124,22 @@ def compare_recipes(found: Found, tick: Tick | None = None) -> tuple[Comparison,
     if found.plan.certificate.method == INTERRUPTED:
         return ()
     rows: list[Comparison] = []
+    names = compared_with(found)
     with stoppable(lambda: None):
-        for name in RECIPES:
+        for name in names:
             if tick is not None:
-                tick(len(rows), len(RECIPES), name)
+                tick(len(rows), len(names), name)
             row = _compared(found, name)
             if requested():  # its search was cut short
                 break
             rows.append(row)
     return tuple(rows)
+
+
+def compared_with(found: Found) -> tuple[str, ...]:
+    """Names of the recipes that a plan is compared with: that for experts only where the model sorts tokens by them."""
+    mixture = any(n.target is sort_by_expert for n in found.program.graph.graph.nodes)
+    return tuple(name for name in RECIPES if name != "expert" or mixture)
 
 
 def _compared(found: Found, name: str) -> Comparison:

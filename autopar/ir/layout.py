@@ -91,8 +91,9 @@ class TensorType:
         if isinstance(source, ByExpert) or isinstance(target, ByExpert):
             if not self.routed:
                 return isinstance(source, Partial)
-            rows = isinstance(source, Split) and isinstance(target, Split) and self.routed == (0,)
-            return rows and (source.dim, source.factor) == (target.dim, target.factor)
+            if self.routed != (0,) or not isinstance(source, Split) or not isinstance(target, Split):
+                return False
+            return (source.dim, source.factor) == (target.dim, target.factor)
         return not any(isinstance(p, Split) and p.dim in (self.routed or ()) for p in (source, target))
 
     @property

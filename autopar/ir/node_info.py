@@ -75,6 +75,8 @@ class NodeInfo:
             (`MoveEmitter`).
         collective: what a communication node does, for the census and the memory (`MoveEmitter`, `lower_operators`).
         internal: inside a move or a lowered operator: its tensors have no layout.
+        open_size: the tensor has a size that only the data give, and ``val`` a guess (`localize_shapes`); None: nothing
+            was noted.
         stage: number of the pipeline stage that runs the node (`assign_stages`); None without a pipeline.
     """
 
@@ -103,6 +105,7 @@ class NodeInfo:
     moved_value: str | None = None
     collective: Collective | None = None
     internal: bool = False
+    open_size: bool | None = None
     stage: int | None = None
 
     def type(self, output: int = 0) -> TensorType:

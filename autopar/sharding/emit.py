@@ -236,7 +236,7 @@ class MoveEmitter:
         sort = self.exchanges.sorts[self.source]
         if not self.type.routed:
             return self._own_ends(local, sort, axes)
-        own, received, order = self._counts(sort, axes)
+        _, received, order = self._counts(sort, axes)
         sent = self._counts(sort, axes[:-1])[0] if len(axes) > 1 else self._whole_counts(sort)
         rows, parts = local_shape(self.type, self.move.target, self.machine.sizes)[0], self._parts
         if isinstance(into, ByExpert):
@@ -271,7 +271,8 @@ class MoveEmitter:
         if (sort, axes) not in known:
             sent = self._counts(sort, axes[:-1])[0] if len(axes) > 1 else self._whole_counts(sort)
             parts = self.machine.sizes[axes[-1]]
-            size, axis = self.type.experts // math.prod(self.machine.sizes[a] for a in axes), self.machine.names[axes[-1]]
+            axis = self.machine.names[axes[-1]]
+            size = self.type.experts // math.prod(self.machine.sizes[a] for a in axes)
             told = self._call(c10d.all_to_all_single.default, sent, [size] * parts, [size] * parts, axis)
             collective = Collective("all_to_all", axis, 8.0 * size * parts)
             set_info(told, replace(info(told), collective=collective))

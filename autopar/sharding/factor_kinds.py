@@ -68,11 +68,11 @@ def operator_types(node: fx.Node, program: Program, dims: Dims) -> Iterator[Tens
 
 
 def split_factors(node: fx.Node, program: Program, dims: Dims) -> dict[str, Factor]:
-    """The factor that each splitting strategy of an operator splits, by the strategy's name."""
+    """The factor that each splitting strategy of an operator splits, by the strategy's name; none by experts."""
     operator = dims.operators[node]
     found = {}
     for strategy in strategies(operator):
-        if strategy.factor is None:
+        if strategy.factor is None or strategy.owned:
             continue
         name, j = strategy.factor
         letter = operator.letters[name]

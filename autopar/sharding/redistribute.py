@@ -1,8 +1,8 @@
 """Redistribution: the cheapest sequence of single-axis moves from one layout of a tensor to another.
 
-Moves are all-gather, reduce-scatter, all-reduce, all-to-all, a local slice and the exchange of rows by experts. Axes that split one factor nest in mesh
-order, so only the innermost of them can be moved. All pairs are found at once: Floyd-Warshall over the tensor's layouts
-(R. W. Floyd, "Algorithm 97: Shortest path", 1962), in numpy.
+Moves are all-gather, reduce-scatter, all-reduce, all-to-all (also of rows by their experts) and a local slice. Axes
+that split one factor nest in mesh order, so only the innermost of them can be moved. All pairs are found at once:
+Floyd-Warshall over the tensor's layouts (R. W. Floyd, "Algorithm 97: Shortest path", 1962), in numpy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Move:
     """One single-axis step of a redistribution.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` (to and from experts, too) or ``slice``.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` (to and from experts, too), ``slice``.
         axis: index of the mesh axis.
         source: layout before.
         target: layout after.

@@ -13,8 +13,8 @@ from torch import fx
 from autopar.costs.collectives import wire_bytes
 from autopar.ir.graph import map_nodes
 from autopar.ir.node_info import graph_info, info
-from autopar.ir.ops.exchange import block_sizes, exchange_rows
 from autopar.ir.ops.collectives import COALESCED, GROUP_ARGUMENT, IN_PLACE, axis_index, c10d
+from autopar.ir.ops.exchange import block_sizes, exchange_rows
 from autopar.ir.ops.random import generator_states, restore_generators
 from autopar.ir.program import Program, is_hoisted
 from autopar.ir.shards import coordinates
@@ -213,10 +213,10 @@ def _all_to_all(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) 
 
 
 def _exchange_rows(node: fx.Node, values: list[Any], groups: list[Group]) -> list[torch.Tensor]:
-    results = [rows for rows, _, _ in values]
-    parts: Any = node.args[3]
+    results: list[torch.Tensor] = [rows for rows, _, _ in values]
     for group in groups:
-        blocks = [values[r][0].split(block_sizes(*values[r], parts)[0]) for r in group]
+        blocks = [rows.split(block_sizes(rows, sent, received, len(group))[0]) for rows, sent, received in
+                  (values[r] for r in group)]  # fmt: skip
         for i, r in enumerate(group):
             results[r] = torch.cat([b[i] for b in blocks])
     return results

@@ -10,6 +10,7 @@ import torch
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
 from tests.distributed.steps import TOLERANCE, follow
+from tests.distributed.test_compile import aot_eager
 from tests.passes.canonicalize.test_experts import ROUTED, batch
 
 pytestmark = pytest.mark.distributed
@@ -17,41 +18,77 @@ pytestmark = pytest.mark.distributed
 STEPS = 3
 
 
-def train(rank: int, name: str, options: dict[str, Any]) -> tuple[float, int]:
-    """The largest difference of any loss, gradient or parameter, and how many rows a rank computes."""
+def skewed(name: str, skew: str) -> Any:
+    """A layer in float64; ``first``: all tokens go to the first two experts, and none to others."""
+    model: Any = ROUTED[name]().double()
+    if skew == "first":
+        with torch.no_grad():
+            model.gate.weight[2:] = 0
+            model.gate.weight[:2] = torch.sign(model.gate.weight[:2])
+        model.gate.register_forward_hook(_first_of_all)
+    return model
+
+
+def _first_of_all(gate: Any, given: Any, scores: torch.Tensor) -> torch.Tensor:
+    return scores + torch.tensor([30.0, 20.0, 0.0, 0.0], dtype=scores.dtype)
+
+
+def train(rank: int, name: str, options: dict[str, Any], skew: str = "", backend: Any = None) -> tuple[float, int, int]:
+    """The largest difference of any loss, gradient or parameter, rows that a rank routes, and exchanges."""
     from autopar.ir.ops import routing
+    from autopar.ir.ops.exchange import exchange_rows
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
 
     search = Search(**options)
     parallel: Any = parallelize(
-        ROUTED[name]().double(), mesh_of(2, 2), cluster=slow_devices(), timeout=WAIT, search=search
+        skewed(name, skew), mesh_of(2, 2), cluster=slow_devices(), timeout=WAIT, search=search, compile=backend
     )
     batches = [{"x": batch(8)[0].double() * (step + 1)} for step in range(STEPS)]
-    worst = follow(parallel, ROUTED[name]().double(), batches)
-    (rows, *_) = [n for n in parallel.forward_graph.graph.nodes if n.target is routing.route]
+    worst = follow(parallel, skewed(name, skew), batches)
+    graphs = (parallel.forward_graph, parallel.backward_graph)
+    targets = [n.target for graph in graphs for n in graph.graph.nodes]
+    (rows, *_) = [n for n in graphs[0].graph.nodes if n.target is routing.route]
     with torch.no_grad():
-        return worst, int(rows.meta["val"].shape[0])
+        return worst, int(rows.meta["val"].shape[0]), targets.count(exchange_rows)
 
 
 @pytest.mark.parametrize("name", ["bias", "index_add"])
 def test_each_rank_routes_its_own_tokens(ranks: Ranks, name: str) -> None:
     results = ranks.run(train, name, {"recipe": "fsdp"})
-    assert max(worst for worst, _ in results) < TOLERANCE
-    assert {rows for _, rows in results} == {8 * 4 * 2 // 4}
+    assert max(worst for worst, *_ in results) < TOLERANCE
+    assert {rows for _, rows, _ in results} == {8 * 4 * 2 // 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "skew", "backend", "exchanges"),
+    [
+        ({"recipe": "expert"}, "", None, 3),
+        ({"roles": {"a": "expert", "b": "expert"}}, "first", None, 6),
+        ({"roles": {"a": "expert", "b": "data"}}, "first", aot_eager, 3),
+    ],
+)
+def test_ranks_exchange_rows_by_expert(
+    ranks: Ranks, options: dict[str, Any], skew: str, backend: Any, exchanges: int
+) -> None:
+    """Forth and back, and once in the backward pass: the batch has no gradient. Some ranks get all rows, or none."""
+    results = ranks.run(train, "index_add", options, skew, backend)
+    assert max(worst for worst, *_ in results) < TOLERANCE
+    assert {found for *_, found in results} == {exchanges}
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_plans(ranks: Ranks, seed: int) -> None:
     results = ranks.run(train, "bias", {"recipe": "random", "seed": seed})
-    assert max(worst for worst, _ in results) < TOLERANCE
+    assert max(worst for worst, *_ in results) < TOLERANCE
+    assert all(exchanges for *_, exchanges in results)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("pins", [{"microbatches": 2}, {"recompute": "search", "microbatches": 4}])
 def test_microbatches(ranks: Ranks, pins: dict[str, Any]) -> None:
     results = ranks.run(train, "scatter_add", {"pins": pins})
-    assert max(worst for worst, _ in results) < TOLERANCE
+    assert max(worst for worst, *_ in results) < TOLERANCE
 
 
 def family(name: str) -> Any:
@@ -98,7 +135,9 @@ def train_family(rank: int, name: str, options: dict[str, Any]) -> float:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("options", [{"recipe": "fsdp"}, {}, {"recipe": "random", "seed": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"recipe": "fsdp"}, {"recipe": "expert"}, {}, {"recipe": "random", "seed": 1}], ids=str
+)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek", "gpt-oss"])
 def test_families(ranks: Ranks, name: str, options: dict[str, Any]) -> None:
     """Transformers rounds to float32 in its norms, router and rotary embedding: 2e-5 was measured, emulated 2e-15."""

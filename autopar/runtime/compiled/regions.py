@@ -18,6 +18,7 @@ from torch import fx
 
 from autopar._torch_compat import OpOverload
 from autopar.ir.graph import block_of, module_path
+from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.attention import KERNELS
 from autopar.ir.ops.random import draw, replayed, seeded
@@ -99,7 +100,8 @@ def regions_of(graph: fx.Graph, blocks: Collection[str]) -> list[fx.Node | Regio
         blocks: names of the model's repeated modules.
     """
     nodes = [n for n in in_order(graph) if n.op not in ("placeholder", "output")]
-    compiled = {n for n in nodes if is_function(n)}
+    open_ = _with_open_sizes(graph)
+    compiled = {n for n in nodes if is_function(n) and not open_ & {n, *n.all_input_nodes}}
     block = _blocks(nodes, compiled, blocks)
     found: list[fx.Node | Region] = []
     region = Region()
@@ -118,6 +120,17 @@ def regions_of(graph: fx.Graph, blocks: Collection[str]) -> list[fx.Node | Regio
             region = _close(found, region)
             found.append(node)
     _close(found, region)
+    return found
+
+
+def _with_open_sizes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes with a size that only the data give: a compiler would take the guess for it."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        known = info(node).open_size
+        # Later passes add nodes that are not noted: views and copies of what they take.
+        if known or (known is None and any(a in found for a in node.all_input_nodes)):
+            found.add(node)
     return found
 
 

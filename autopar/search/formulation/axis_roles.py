@@ -8,6 +8,7 @@ role       operators                                              parameters
 data       split along the batch, where they have it              replicated
 optimizer  split along the batch, where they have it              split, and gathered for use; gradients all-reduced
 shard      split along the batch, where they have it              split, and gathered for use; gradients scattered
+expert     split along the batch; rows go to the experts' devices  of experts split along these, else replicated
 tensor     split along the tensor-parallel factors                split along those factors, else replicated
 sequence   as tensor; along the sequence between the linears      as tensor
 =========  =====================================================  ===================================================
@@ -26,7 +27,7 @@ from torch import fx
 
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import producer
-from autopar.ir.layout import Layout, Placement, Replicate, Split, TensorType, is_boundary_layout
+from autopar.ir.layout import Factor, Layout, Placement, Replicate, Split, TensorType, is_boundary_layout
 from autopar.ir.program import Program
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.tensor_parallel import tensor_factors
@@ -46,10 +47,10 @@ from autopar.sharding.factor_kinds import (
 )
 from autopar.sharding.layer_classes import LayerClasses
 
-DATA, OPTIMIZER, SHARD, TENSOR, SEQUENCE = "data", "optimizer", "shard", "tensor", "sequence"
-ROLES = (DATA, OPTIMIZER, SHARD, TENSOR, SEQUENCE)
+DATA, OPTIMIZER, SHARD, EXPERT, TENSOR, SEQUENCE = "data", "optimizer", "shard", "expert", "tensor", "sequence"
+ROLES = (DATA, OPTIMIZER, SHARD, EXPERT, TENSOR, SEQUENCE)
 
-SPLIT_BATCH, SPLIT_STATES = (DATA, OPTIMIZER, SHARD), (OPTIMIZER, SHARD)
+SPLIT_BATCH, SPLIT_STATES = (DATA, OPTIMIZER, SHARD, EXPERT), (OPTIMIZER, SHARD)
 """Roles that split the batch, and those that split parameters and their states between steps."""
 
 Roles = tuple[str | None, ...]
@@ -65,12 +66,14 @@ class RoleFactors:
         tensor: the tensor-parallel ones.
         sequence: positions are along these; empty where no axis splits the sequence.
         hidden: the other factors of weights that have a tensor-parallel one.
+        experts: the weights of a mixture's experts are along these.
     """
 
     batch: Ids
     tensor: Ids
     sequence: Ids
     hidden: Ids
+    experts: Ids
 
 
 def by_roles(
@@ -106,7 +109,8 @@ def by_roles(
     for key, members in classes.members.items():
         node = members[0]
         if node in dims.operators:
-            chains = {SHARD: node in casts or node in sums, OPTIMIZER: node in casts}
+            chain = node in casts or node in sums
+            chains = {SHARD: chain, EXPERT: chain, OPTIMIZER: node in casts}
             allowed[key] = tuple(
                 _allowed(node, program, dims, role, factors, chains.get(str(role), False)) for role in roles
             )
@@ -144,8 +148,9 @@ def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
         raise InfeasibleError(
             f"{uneven[0]} samples do not divide along {along}; take a batch of a multiple of {parts}, or smaller axes"
         )
+    experts = ids(_experts(program, dims, axes, roles))
     if not {TENSOR, SEQUENCE} & set(roles):
-        return RoleFactors(ids(batch), ids(()), ids(()), ids(()))
+        return RoleFactors(ids(batch), ids(()), ids(()), ids(()), experts)
     parts, along = _extent(axes, roles, TENSOR, SEQUENCE)
     tensor = tensor_factors(program, dims, parts)
     if not tensor:
@@ -163,7 +168,33 @@ def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
     for type_ in input_types(program, dims, "parameter").values():
         if any(chosen & ids(dim) for dim in type_.dims):
             hidden |= ids(f for dim in type_.dims if not chosen & ids(dim) for f in dim)
-    return RoleFactors(ids(batch), chosen, ids(sequence), hidden)
+    return RoleFactors(ids(batch), chosen, ids(sequence), hidden, experts)
+
+
+def _experts(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> list[Factor]:
+    """The factors along which weights of experts are, if an axis splits them.
+
+    Raises:
+        InfeasibleError: there are none, or axes do not divide them.
+    """
+    if EXPERT not in roles:
+        return []
+    parts, along = _extent(axes, roles, EXPERT)
+    found = []
+    for node, operator in dims.operators.items():
+        for strategy in strategies(operator) if operator.rule.counts else ():
+            if not strategy.owned:
+                continue
+            if strategy.owned % parts:
+                raise InfeasibleError(f"{strategy.owned} experts do not divide along {along}; take a smaller axis")
+            placed = zip(strategy.inputs, program.sources[node], strict=True)
+            found += [dims.types[v].dims[p.dim][0] for p, v in placed if type(p) is Split]
+    if not found:
+        raise InfeasibleError(
+            f"no experts to split along {along}: that takes a mixture of experts whose tokens are sorted by expert for "
+            "grouped products, in an order that nothing else reads"
+        )
+    return found
 
 
 def _extent(axes: Mapping[str, int], roles: Roles, *which: str) -> tuple[int, str]:
@@ -195,6 +226,10 @@ def _allowed(
     whole = frozenset(s.name for s in every if not s.splits)
     if role is None:
         return None
+    tokens = along(factors.batch) if role == EXPERT else frozenset()
+    if owned := frozenset(s.name for s in every if s.owned and s.name[:-1] in tokens):
+        # Products are where the weights are; what is beside them may be on either side of an exchange.
+        return owned if dims.operators[node].rule.counts else owned | tokens
     if role in SPLIT_BATCH:
         return along(factors.batch) or (None if chain else whole)
     if found := along(factors.tensor):
@@ -212,13 +247,17 @@ def _batch_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], facto
 
 
 def _parameter_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], factors: RoleFactors) -> Layout:
-    """Tensor axes split their factor; sharding axes split as much as they can, leading dims first."""
-    own = next((Split(d, j) for d, j in type_.positions if id(type_.dims[d][j]) in factors.tensor), Replicate())
+    """Tensor and expert axes split their factors; sharding axes split as much as they can, leading dims first."""
+
+    def first(wanted: Ids) -> Placement:
+        return next((Split(d, j) for d, j in type_.positions if id(type_.dims[d][j]) in wanted), Replicate())
+
+    of_role = {TENSOR: first(factors.tensor), SEQUENCE: first(factors.tensor), EXPERT: first(factors.experts)}
 
     def suits(layout: Layout) -> bool:
         """Axes without a role are left to the search, which splits what this leaves of the dims."""
         return all(
-            role in SPLIT_STATES or p == (own if role in (TENSOR, SEQUENCE) else Replicate())
+            role in SPLIT_STATES or p == of_role.get(str(role), Replicate())
             for role, p in zip(roles, layout, strict=True)
         )
 

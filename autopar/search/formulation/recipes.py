@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.search.formulation.axis_roles import DATA, OPTIMIZER, SEQUENCE, SHARD, TENSOR, Roles, read_roles
+from autopar.search.formulation.axis_roles import DATA, EXPERT, OPTIMIZER, SEQUENCE, SHARD, TENSOR, Roles, read_roles
 
 RANDOM = "random"
 
 Recipe = Callable[[Sequence[str], Mapping[str, str]], Roles]
 """``recipe(axes, roles)``: names of the axes, outermost first, and the roles that the user gave."""
 
-DATA_NAMES, TENSOR_NAMES = ("data", "dp"), ("tensor", "tp")
+DATA_NAMES, TENSOR_NAMES, EXPERT_NAMES = ("data", "dp"), ("tensor", "tp"), ("expert", "ep")
 
 
 def ddp(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
@@ -53,20 +53,41 @@ def megatron_sequence(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
     return _megatron("megatron-sequence", SEQUENCE, axes, roles)
 
 
+def expert(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
+    """The expert axis splits the experts of a mixture, and tokens go there and back; the other axes are ``fsdp``'s."""
+    return _with_own_axis("expert", EXPERT, EXPERT, EXPERT_NAMES, SHARD, axes, roles)
+
+
 def _megatron(name: str, own: str, axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
-    """Roles as given, or else by the axes' names, or else the last axis without a role is the tensor axis."""
+    return _with_own_axis(name, TENSOR, own, TENSOR_NAMES, DATA, axes, roles)
+
+
+def _with_own_axis(
+    recipe: str, role: str, own: str, names: Sequence[str], rest: str, axes: Sequence[str], roles: Mapping[str, str]
+) -> Roles:
+    """Roles as given, or else by the axes' names, or else the last axis without a role is the recipe's own.
+
+    Args:
+        recipe: its name.
+        role: as users give it to the recipe's own axis.
+        own: role that this one has then.
+        names: of axes that have it.
+        rest: role of the axes that are left.
+        axes: of the mesh.
+        roles: that the user gave.
+    """
     given = dict(zip(axes, read_roles(roles, axes), strict=True))
-    named = {a: DATA if a in DATA_NAMES else own if a in TENSOR_NAMES else None for a in axes}
+    named = {a: rest if a in DATA_NAMES else own if a in names else None for a in axes}
     found = {a: given[a] or named[a] for a in axes}
-    found = {a: own if role == TENSOR else role for a, role in found.items()}
-    # The last axis joins neighbors, over the fastest link: tensor parallelism needs it most.
+    found = {a: own if given_ == role else given_ for a, given_ in found.items()}
+    # The last axis joins neighbors, over the fastest link: what the recipe is named for needs it most.
     left = [a for a in axes if found[a] is None]
     if own not in found.values() and left:
         found[left[-1]] = own
     if own not in found.values():
-        raise ValueError(f"recipe {name!r} has no tensor axis: the roles of {', '.join(axes)} are all others; "
-                         f"give one with roles={{{axes[-1]!r}: 'tensor'}}")  # fmt: skip
-    return tuple(found[a] or DATA for a in axes)
+        raise ValueError(f"recipe {recipe!r} has no {role} axis: the roles of {', '.join(axes)} are all others; "
+                         f"give one with roles={{{axes[-1]!r}: {role!r}}}")  # fmt: skip
+    return tuple(found[a] or rest for a in axes)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -77,12 +98,13 @@ RECIPES: dict[str, Recipe] = {
     "hsdp": hsdp,
     "megatron": megatron,
     "megatron-sequence": megatron_sequence,
+    "expert": expert,
 }
 
 GATHERS_ONCE = ("zero1", "zero2")
 """Recipes that save gathered parameters for the backward pass, whatever the budget."""
 
-TAKES_ROLES = ("megatron", "megatron-sequence")
+TAKES_ROLES = ("megatron", "megatron-sequence", "expert")
 
 
 def check_recipe(name: str | None, roles: Mapping[str, str]) -> None:

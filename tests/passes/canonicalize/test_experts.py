@@ -11,7 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from autopar.compiler import plan, program_of
+from autopar.errors import InfeasibleError
 from autopar.ir.ops import routing
+from autopar.ir.ops.exchange import exchange_rows
 from autopar.ir.program import Program
 from autopar.search.options import Search
 from autopar.sharding.dims import analyze
@@ -191,6 +193,45 @@ def test_tokens_are_sorted_where_they_are(name: str) -> None:
 def test_random_plans(name: str, seed: int) -> None:
     report = verify(ROUTED[name](), batch(), AXES, plan="random", seed=seed, random_strides=bool(seed))
     assert report.max_error < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "exchanges"),
+    [
+        ({"a": 2, "b": 2}, {"recipe": "expert"}, 5),
+        ({"a": 2, "b": 2}, {"roles": {"a": "expert", "b": "expert"}}, 10),
+        ({"a": 1, "b": 4}, {"roles": {"a": "expert", "b": "expert"}}, 5),
+        ({"a": 2, "b": 2, "c": 2}, {"roles": {"a": "shard", "b": "expert", "c": "data"}}, 5),
+    ],
+)
+def test_tokens_go_to_their_experts(axes: dict[str, int], options: dict[str, Any], exchanges: int) -> None:
+    """Rows and their experts forth, rows back, and the same for gradients."""
+    given = batch(8)
+    found = plan(Layer(scattered, bias=True), given, cluster="h100", axes=axes, search=Search(**options))
+    of_experts = [a for a, role in options.get("roles", {"b": "expert"}).items() if role == "expert"]
+    placed = dict(zip(axes, found.parameters["up"], strict=True))
+    assert all(str(placed[a]) == "S(0.0)" for a in of_experts)
+    report = verify(Layer(scattered, bias=True), given, axes, plan=found)
+    assert report.max_error < 1e-12
+    assert [n.target for n in report.program.graph.graph.nodes].count(exchange_rows) == exchanges
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_by_expert_in_random_plans(seed: int) -> None:
+    """In microbatches and recomputed as well; no expert but one has tokens, or each."""
+    model = Layer(added, one_hot)
+    with torch.no_grad():
+        model.gate.weight[: seed + 1] *= 30
+    report = verify(model, batch(8), {"a": 2, "b": 2, "c": 2}, plan="random", seed=seed, microbatches=1 + seed % 2)
+    assert report.max_error < 1e-12
+    assert exchange_rows in {n.target for n in report.program.graph.graph.nodes}
+
+
+def test_experts_that_cannot_be_split() -> None:
+    with pytest.raises(InfeasibleError, match=r"4 experts do not divide along axis a=8"):
+        plan(Layer(scattered), batch(8), cluster="h100", axes={"a": 8}, search=Search(recipe="expert"))
+    with pytest.raises(InfeasibleError, match=r"no experts to split along axis a=2: that takes a mixture"):
+        plan(Layer(capped), batch(8), cluster="h100", axes={"a": 2}, search=Search(recipe="expert"))
 
 
 @pytest.mark.parametrize("name", KEPT)
