@@ -18,7 +18,7 @@ from autopar.search.options import Search
 
 AXES = {"node": 8, "gpu": 8}
 BATCH, SEQUENCE = 128, 2048
-RECIPES = ("ddp", "fsdp", "hsdp", None)
+RECIPES = ("ddp", "fsdp", "hsdp", "expert", None)
 LAYERS = 2
 HOW = {"sorted as a whole": False, "each device its own": True}
 

@@ -141,7 +141,7 @@ def run(tmp_path: Path, how: str, ranks: int, steps: int = 20, seed: str = "0") 
 NOISE = ("Traceback", "Exception ignored", "leaked", "resource_tracker", "terminate called", "destroy_process_group")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_a_run_that_ends_is_quiet_and_leaves_nothing(tmp_path: Path, ranks: int) -> None:
     for rank in run(tmp_path, "end", ranks):
         assert rank.code == 0, rank.err
@@ -164,7 +164,7 @@ def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
     assert "RankError" in healthy.err
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_ctrl_c_ends_all(tmp_path: Path, ranks: int) -> None:
     ended = run(tmp_path, "wait", ranks, steps=100_000)
     assert any("KeyboardInterrupt" in rank.err for rank in ended)

@@ -58,7 +58,7 @@ def _difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize(
     ("recipe", "cluster"),
-    [("fsdp", "h100"), pytest.param("hsdp", "h100", marks=pytest.mark.deep), ("hsdp", "cpu")],
+    [("fsdp", "h100"), *(pytest.param("hsdp", c, marks=pytest.mark.deep) for c in ("h100", "cpu"))],
 )
 def test_blocks_travel_together(ranks: Ranks, recipe: str, cluster: str) -> None:
     for worst, overlaps, coalesced in ranks.run(steps, recipe, cluster):

@@ -106,8 +106,10 @@ def test_a_plan_that_keeps_everything_is_made_to_fit() -> None:
     ("name", "seed"),
     [
         ("cnn", 1),
-        ("encoder", 2),
-        *(pytest.param(n, s, marks=pytest.mark.deep) for n, s in (("gpt2", 3), ("gpt2", 4), ("cnn", 4))),
+        *(
+            pytest.param(n, s, marks=pytest.mark.deep)
+            for n, s in (("encoder", 2), ("gpt2", 3), ("gpt2", 4), ("cnn", 4))
+        ),
     ],
 )
 def test_random_plans_made_lean(name: str, seed: int) -> None:

@@ -352,7 +352,7 @@ def test_the_sequence_of_one_sample_is_split() -> None:
 
 def test_a_recipe_that_does_not_fit_is_compared_with_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     """What users would do next; one that does not fit even so says what it needs then."""
-    layers = [m for _ in range(4) for m in (torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))]
+    layers = [m for _ in range(2) for m in (torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))]
     program = program_of(
         torch.nn.Sequential(*layers), (torch.randn(6, 64, 8),), loss_fn=lambda y, batch: y.square().mean()
     )  # six samples on two devices are no microbatches

@@ -80,6 +80,7 @@ def test_no_plan_is_faster_than_the_bound_of_any_weights(name: str) -> None:
         assert found.certificate.lower_bound <= min(seconds) * (1 + 1e-9)
 
 
+@pytest.mark.deep
 def test_no_plan_is_faster_than_the_bound_of_three_axes() -> None:
     """Each axis has a problem of its own there, with the prices of that axis."""
     axes, cluster = {"a": 2, "b": 2, "c": 2}, Cluster.preset("h100")
