@@ -17,7 +17,6 @@ from autopar.passes import canonicalize
 from autopar.search.options import Search
 
 AXES = {"node": 8, "gpu": 8}
-BATCH, SEQUENCE = 128, 2048
 RECIPES = ("ddp", "fsdp", "hsdp", "expert", None)
 LAYERS = 2
 HOW = {"sorted as a whole": False, "each device its own": True}
@@ -44,13 +43,13 @@ def models() -> Iterator[tuple[str, Any]]:
     )  # fmt: skip
 
 
-def milliseconds(config: Any, recipe: str | None, routed: bool) -> float | str:
+def milliseconds(config: Any, recipe: str | None, routed: bool, shape: tuple[int, int]) -> float | str:
     """Of the plan's predicted step; or why there is none."""
     import transformers
 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-        ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+        ids = torch.zeros(*shape, dtype=torch.long)
     kept = patch.object(canonicalize, "route_experts", (lambda p: p) if not routed else canonicalize.route_experts)
     with kept:
         program = program_of(model, {"input_ids": ids, "labels": ids})
@@ -65,11 +64,14 @@ def main() -> None:
     """Print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--batch", type=int, default=128, help="sequences in all")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of each")
     arguments = parser.parse_args()
+    shape = arguments.batch, arguments.sequence
     rows = []
     for name, config in models():
         for recipe in RECIPES:
-            seconds = {how: milliseconds(config, recipe, routed=own) for how, own in HOW.items()}
+            seconds = {how: milliseconds(config, recipe, own, shape) for how, own in HOW.items()}
             rows.append({"model": name, "recipe": recipe or "search", **seconds})
     if arguments.json:
         print(json.dumps(rows))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autopar.ir.ops import attention as ours
+from autopar.ir.ops import balanced_attention as in_blocks
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Lowering, Rule, Spec, dims, rule
 
 aten = torch.ops.aten
@@ -23,6 +24,9 @@ BHQK = "b(hg)qk"
 
 FORWARD_PASSES, BACKWARD_PASSES = 11, 24
 """How often attention by its formula reads or writes a tensor of its scores' size, see `attention_kernels.math`."""
+
+WORTH_BLOCKS = 3e11
+"""Operations that a device must save by not computing what a causal mask hides, about 100 launches on an H100."""
 
 HEADS_LAST = (LAST,) * 3
 """Kernels read the elements of a query, a key or a value as contiguous."""
@@ -116,13 +120,46 @@ def _backward(
     )
 
 
-def _masked(kernel: Any, bias: int, causal: int) -> Lowering:
-    """Our causal operator on some of the queries: a bias tells which keys these do not see, and none is skipped.
+def _balances(context: Any, query: Any, _: Any, value: Any) -> bool:
+    """Whether queries are as many as keys, in two blocks a device along one axis, and worth the launches."""
+    if context.parts == 1 or context.axis_count != 1 or context.local_size("q") % 2:
+        return False
+    (b, heads, queries, d), (_, _, keys, e) = in_blocks.shape_of(query), in_blocks.shape_of(value)
+    saved = b * heads * queries * keys * (d + e)
+    return bool(context.global_size("q") == context.global_size("k") and saved >= WORTH_BLOCKS)
 
-    ``bias`` and ``causal`` are positions of arguments.
+
+def _shapes(*tensors: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(in_blocks.shape_of, tensors))
+
+
+def _forward_in_blocks(context: Any, args: Any) -> Any:
+    query, key, value, _, _, _, _, scale = args
+    return in_blocks.attend(
+        ours.attention, context.swap_blocks, context.axis_index(), context.parts, _shapes(query, key, value),
+        query, key, value, scale,
+    )  # fmt: skip
+
+
+def _backward_in_blocks(context: Any, args: Any) -> Any:
+    grad, query, key, value, _, _, out, logsumexp, _, _, scale, _ = args
+    found = in_blocks.gradients(
+        ours.attention_backward, context.swap_blocks, context.axis_index(), context.parts, _shapes(query, key, value),
+        grad, query, key, value, out, logsumexp, scale,
+    )  # fmt: skip
+    return (*found, None)
+
+
+def _masked(kernel: Any, bias: int, causal: int, balanced: Any) -> Lowering:
+    """Our causal operator on some of the queries: in blocks that balance, see `autopar.ir.ops.balanced_attention`.
+
+    With dropout, and where there are no such blocks, a bias tells which keys a query does not see, and none is skipped.
+    ``bias`` and ``causal`` are positions of arguments, ``balanced(context, args)`` emits the blocks.
     """
 
     def build(context: Any, *args: Any) -> Any:
+        if args[bias + 1] is None and _balances(context, *args[bias - 3 : bias]):
+            return balanced(context, args)
         mask = _hidden(context, args[0])
         return kernel(*({bias: mask, causal: False}.get(i, a) for i, a in enumerate(args)))
 
@@ -159,7 +196,7 @@ def attention(
     return Rule(
         f"{','.join([BHQD, BHKD, BHKE, *extra])}->{BHQE},b(hg)q",
         blocked=_blocked(0.0, is_causal and not told),
-        lower={"q": _masked(ours.attention, 3, 6)} if told else {},
+        lower={"q": _masked(ours.attention, 3, 6, _forward_in_blocks)} if told else {},
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 2.0, is_causal),
         between=_formula(query, key, kept, FORWARD_PASSES),
@@ -194,7 +231,7 @@ def attention_backward(
         reduce="bhgq",
         # Linear in the gradient of the output, all that was saved being fixed.
         linear=((0,),),
-        lower={"q": _masked(ours.attention_backward, 4, 9)} if told else {},
+        lower={"q": _masked(ours.attention_backward, 4, 9, _backward_in_blocks)} if told else {},
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 5.0, is_causal),
         between=_formula(query, key, kept, BACKWARD_PASSES),

@@ -212,6 +212,7 @@ def test_strategies_import_only_the_rule_language(path: Path) -> None:
                 "autopar.rules.rule",
                 "autopar.ir.layout",
                 "autopar.ir.ops.attention",
+                "autopar.ir.ops.balanced_attention",
                 "autopar.ir.ops.random",
                 "autopar.ir.ops.accumulate",
                 "autopar.ir.ops.cross_entropy",

@@ -59,7 +59,9 @@ class Lowering:
         build: ``build(context, *args, **kwargs)`` emits the local code with `torch.ops.aten` calls on graph proxies.
             ``args`` are the operator's own arguments, tensors replaced by local proxies, sizes already local.
             ``context.axis_index()`` is this device's number along the split, ``context.parts`` how many there are,
-            ``context.all_reduce(x, op)`` sums (or takes the maximum) over the devices of the split.
+            ``context.all_reduce(x, op)`` sums (or takes the maximum) over the devices of the split. Over one axis
+            (``context.axis_count``) there is ``context.swap_blocks(x, back)``, see
+            `autopar.ir.ops.balanced_attention.swap_blocks`.
             It returns the output, or a tuple of all outputs with None for one that does not exist, or the result of
             an operator that has the same outputs. What it emits is what the strategy costs.
         together: at some point all arguments are live, and at least as many bytes besides as the outputs have.

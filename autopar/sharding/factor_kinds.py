@@ -86,6 +86,14 @@ def split_factors(node: fx.Node, program: Program, dims: Dims) -> dict[str, Fact
     return found
 
 
+def blocked_factors(node: fx.Node, program: Program, dims: Dims) -> list[Factor]:
+    """Factors of an operator's arguments along which it cannot be split."""
+    operator = dims.operators[node]
+    places = [operator.letters[c].inputs for c in operator.rule.blocked if c in operator.letters]
+    types = [dims.types[v] for v in program.sources[node]]
+    return [types[i].dims[d][j] for found in places for i, d, j in found if types[i].dims[d][j:]]
+
+
 def from_parameters(program: Program) -> set[fx.Node]:
     """Parameters, and operators that compute from nothing but one of them."""
     found = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "parameter"}

@@ -13,6 +13,7 @@ from torch import fx
 from autopar.costs.collectives import wire_bytes
 from autopar.ir.graph import map_nodes
 from autopar.ir.node_info import graph_info, info
+from autopar.ir.ops.balanced_attention import swap_blocks, swapped
 from autopar.ir.ops.collectives import COALESCED, GROUP_ARGUMENT, IN_PLACE, axis_index, c10d
 from autopar.ir.ops.exchange import block_sizes, exchange_rows
 from autopar.ir.ops.random import generator_states, restore_generators
@@ -222,12 +223,21 @@ def _exchange_rows(node: fx.Node, values: list[Any], groups: list[Group]) -> lis
     return results
 
 
+def _swap_blocks(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
+    results = list(values)
+    for group in groups:
+        for r, blocks in zip(group, swapped([values[r] for r in group], bool(node.args[3])), strict=True):
+            results[r] = blocks
+    return results
+
+
 _COLLECTIVES: dict[Any, Callable[[fx.Node, list[Any], list[Group]], list[Any]]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_to_all_single.default: _all_to_all,
     exchange_rows: _exchange_rows,
+    swap_blocks: _swap_blocks,
 }
 
 

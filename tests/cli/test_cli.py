@@ -99,7 +99,7 @@ def test_recipes_are_compared_with_the_plan(model: str) -> None:
     assert "not applicable" in table  # the model has no sequence
     assert "megatron-sequence" in table[table.index("not applicable") :]
     rows = {row["recipe"]: row for row in json.loads(plan(f"{model}:make", "--json").stdout)["recipes"]}
-    assert list(rows) == ["ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron-sequence"]
+    assert list(rows) == ["ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron-sequence", "context"]
     assert rows["ddp"]["ratio"] >= 1 - 1e-3
     assert rows["fsdp"]["memory_bytes"] < rows["hsdp"]["memory_bytes"] < rows["ddp"]["memory_bytes"]
     assert "sequence" in rows["megatron-sequence"]["reason"]

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
+from tests.distributed.steps import TOLERANCE, follow
 
 pytestmark = pytest.mark.distributed
 
@@ -86,3 +87,31 @@ def test_kernels_draw_blocks_of_their_own(ranks: Ranks) -> None:
         # The loss is linear in the values: a backward that dropped other elements would not give it.
         assert found["of_gradient"] == pytest.approx(sum(found["losses"]), rel=1e-10)
     assert results[0]["losses"] != others[0]["losses"]
+
+
+def in_blocks(rank: int, sizes: tuple[int, ...], search: dict[str, Any]) -> tuple[float, int]:
+    """Three steps of causal attention of three heads, and how often ranks swap blocks of queries."""
+    from autopar.ir.ops.balanced_attention import swap_blocks
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+    from autopar.strategies import attention as rules
+    from tests.strategies.test_balanced_attention import Causal, batch
+
+    rules.WORTH_BLOCKS, usual = 0, rules.WORTH_BLOCKS
+    model, plain = (Causal(heads=3, shared=1).double() for _ in range(2))
+    options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT}
+    parallel: Any = parallelize(model, mesh_of(*sizes), search=Search(**search), **options)
+    worst = follow(parallel, plain, [{"x": batch()[0] * (step + 1)} for step in range(3)])
+    graphs = (parallel.forward_graph, parallel.backward_graph)
+    rules.WORTH_BLOCKS = usual
+    return worst, sum(n.target is swap_blocks for graph in graphs for n in graph.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "search"), [((4,), {"recipe": "context"}), ((2, 2), {"roles": {"a": "context", "b": "data"}})]
+)
+def test_queries_in_blocks_that_balance(ranks: Ranks, sizes: tuple[int, ...], search: dict[str, Any]) -> None:
+    """Queries, result and logarithm; gradients with what they need, the logarithm, and the queries' gradient."""
+    results = ranks.run(in_blocks, sizes, search)
+    assert max(worst for worst, _ in results) < TOLERANCE
+    assert min(swaps for _, swaps in results) >= 6

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from autopar.errors import InvalidRuleError
+from autopar.ir.ops.balanced_attention import swapped
 from autopar.rules.oracle.call import RuleCall, Tensors, Tree, compare, map_tensors, outputs_of, wide
 from autopar.rules.rule import Dims, Rule
 
@@ -201,7 +202,7 @@ class _SplitCall(RuleCall):
             index = 0
             for k in lowered:
                 index = index * parts + r[k]
-            contexts[r] = OracleContext(index, count, *groups[others], local_sizes, self.sizes)
+            contexts[r] = OracleContext(index, count, len(lowered), *groups[others], local_sizes, self.sizes)
         return {r: outputs_of(self.rule, y) for r, y in _lock_step(build, contexts, local).items()}
 
     def _gather(
@@ -249,6 +250,7 @@ class OracleContext:
     Attributes:
         index: this device's number along the split.
         parts: how many devices share it.
+        axis_count: over how many axes.
         barrier: at which these wait for one another.
         slots: what each of them reduces, by its number; they share one dict.
         local: sizes of letters on this device.
@@ -257,6 +259,7 @@ class OracleContext:
 
     index: int
     parts: int
+    axis_count: int
     barrier: threading.Barrier
     slots: dict[int, torch.Tensor]
     local: Mapping[str, int]
@@ -276,12 +279,20 @@ class OracleContext:
 
     def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
         """Sum or maximum over the devices of the split."""
+        stacked = torch.stack(self._of_all(x))
+        return {"sum": lambda: stacked.sum(0), "max": lambda: stacked.amax(0)}[op]()
+
+    def swap_blocks(self, blocks: torch.Tensor, back: bool) -> torch.Tensor:
+        """The two blocks that balance, or back."""
+        return swapped(self._of_all(blocks), back)[self.index]
+
+    def _of_all(self, x: torch.Tensor) -> list[torch.Tensor]:
         self.slots[self.index] = x
         self.barrier.wait()
-        stacked = torch.stack([self.slots[i] for i in range(self.parts)])
+        found = [self.slots[i] for i in range(self.parts)]
         # Nobody writes the next term before all have read this one.
         self.barrier.wait()
-        return {"sum": lambda: stacked.sum(0), "max": lambda: stacked.amax(0)}[op]()
+        return found
 
 
 def _lock_step(

@@ -20,7 +20,7 @@ from autopar._torch_compat import OpOverload, storage_id
 from autopar.errors import InvalidRuleError
 from autopar.ir.graph import Value, map_nodes, producer, tensor_arguments, values_of
 from autopar.ir.node_info import info
-from autopar.ir.ops import attention, cross_entropy, exchange, routing
+from autopar.ir.ops import attention, balanced_attention, cross_entropy, exchange, routing
 from autopar.ir.ops.collectives import COALESCED, IN_PLACE, c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.random import replayed, seeded
@@ -44,7 +44,7 @@ ROW_MAJOR_RESULTS = frozenset({
     aten.eye.default, cross_entropy.cross_entropy, cross_entropy.cross_entropy_backward,
     routing.sort_by_expert, routing.route, routing.collect, routing.group_ends, routing.add_by_expert,
     c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default, exchange.exchange_rows, *COALESCED.values(),
+    c10d.all_to_all_single.default, exchange.exchange_rows, balanced_attention.swap_blocks, *COALESCED.values(),
 })  # fmt: skip
 """Operators that make new memory, row-major, whatever the strides of their arguments; the oracle's tests show it."""
 

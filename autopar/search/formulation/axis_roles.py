@@ -9,6 +9,7 @@ data       split along the batch, where they have it              replicated
 optimizer  split along the batch, where they have it              split, and gathered for use; gradients all-reduced
 shard      split along the batch, where they have it              split, and gathered for use; gradients scattered
 expert     split along the batch; rows go to the experts' devices  of experts split along these, else replicated
+context    split along the sequence, where they have it           as shard
 tensor     split along the tensor-parallel factors                split along those factors, else replicated
 sequence   as tensor; along the sequence between the linears      as tensor
 =========  =====================================================  ===================================================
@@ -36,6 +37,7 @@ from autopar.sharding.dims import Dims
 from autopar.sharding.factor_kinds import (
     Ids,
     batch_factors,
+    blocked_factors,
     factors_of,
     from_parameters,
     ids,
@@ -47,10 +49,11 @@ from autopar.sharding.factor_kinds import (
 )
 from autopar.sharding.layer_classes import LayerClasses
 
-DATA, OPTIMIZER, SHARD, EXPERT, TENSOR, SEQUENCE = "data", "optimizer", "shard", "expert", "tensor", "sequence"
-ROLES = (DATA, OPTIMIZER, SHARD, EXPERT, TENSOR, SEQUENCE)
+DATA, OPTIMIZER, SHARD, EXPERT, CONTEXT = "data", "optimizer", "shard", "expert", "context"
+TENSOR, SEQUENCE = "tensor", "sequence"
+ROLES = (DATA, OPTIMIZER, SHARD, EXPERT, CONTEXT, TENSOR, SEQUENCE)
 
-SPLIT_BATCH, SPLIT_STATES = (DATA, OPTIMIZER, SHARD, EXPERT), (OPTIMIZER, SHARD)
+SPLIT_BATCH, SPLIT_STATES = (DATA, OPTIMIZER, SHARD, EXPERT), (OPTIMIZER, SHARD, CONTEXT)
 """Roles that split the batch, and those that split parameters and their states between steps."""
 
 Roles = tuple[str | None, ...]
@@ -110,7 +113,7 @@ def by_roles(
         node = members[0]
         if node in dims.operators:
             chain = node in casts or node in sums
-            chains = {SHARD: chain, EXPERT: chain, OPTIMIZER: node in casts}
+            chains = {SHARD: chain, EXPERT: chain, CONTEXT: chain, OPTIMIZER: node in casts}
             allowed[key] = tuple(
                 _allowed(node, program, dims, role, factors, chains.get(str(role), False)) for role in roles
             )
@@ -149,8 +152,9 @@ def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
             f"{uneven[0]} samples do not divide along {along}; take a batch of a multiple of {parts}, or smaller axes"
         )
     experts = ids(_experts(program, dims, axes, roles))
+    sequence = _sequence(program, dims, axes, roles)
     if not {TENSOR, SEQUENCE} & set(roles):
-        return RoleFactors(ids(batch), ids(()), ids(()), ids(()), experts)
+        return RoleFactors(ids(batch), ids(()), ids(sequence), ids(()), experts)
     parts, along = _extent(axes, roles, TENSOR, SEQUENCE)
     tensor = tensor_factors(program, dims, parts)
     if not tensor:
@@ -158,17 +162,29 @@ def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
             f"nothing is tensor-parallel along {along}: that takes a dim, of a size that {parts} divides, which one "
             "linear makes and a later one sums over, with nothing between that needs it whole; or a vocabulary"
         )
-    sequence = sequence_factors(program, dims) if SEQUENCE in roles else []
-    parts, along = _extent(axes, roles, SEQUENCE)
-    if SEQUENCE in roles and not (sequence and all(f.size % parts == 0 for f in sequence)):
-        length = ", ".join(str(f.size) for f in sequence) or "the batch has none"
-        raise InfeasibleError(f"the sequence ({length}) does not divide along {along}; pad it, or use role 'tensor'")
     chosen = ids(tensor)
     hidden: Ids = ids(())
     for type_ in input_types(program, dims, "parameter").values():
         if any(chosen & ids(dim) for dim in type_.dims):
             hidden |= ids(f for dim in type_.dims if not chosen & ids(dim) for f in dim)
     return RoleFactors(ids(batch), chosen, ids(sequence), hidden, experts)
+
+
+def _sequence(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> list[Factor]:
+    """The factors along which positions are, if an axis splits them.
+
+    Raises:
+        InfeasibleError: there are none, or axes do not divide them.
+    """
+    if not {SEQUENCE, CONTEXT} & set(roles):
+        return []
+    found = sequence_factors(program, dims)
+    parts, along = _extent(axes, roles, SEQUENCE, CONTEXT)
+    if not (found and all(f.size % parts == 0 for f in found)):
+        length = ", ".join(str(f.size) for f in found) or "the batch has none"
+        other = "role 'tensor'" if SEQUENCE in roles else "role 'shard'"
+        raise InfeasibleError(f"the sequence ({length}) does not divide along {along}; pad it, or use {other}")
+    return found
 
 
 def _experts(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> list[Factor]:
@@ -230,6 +246,12 @@ def _allowed(
     if owned := frozenset(s.name for s in every if s.owned and s.name[:-1] in tokens):
         # Products are where the weights are; what is beside them may be on either side of an exchange.
         return owned if dims.operators[node].rule.counts else owned | tokens
+    if role == CONTEXT:
+        positions = along(factors.sequence)
+        # Keys stay whole on the axis where queries are split, or heads are split for as long.
+        if any(id(f) in factors.sequence for f in blocked_factors(node, program, dims)):
+            return frozenset(splits) if positions else None
+        return positions or (None if chain else whole)
     if role in SPLIT_BATCH:
         return along(factors.batch) or (None if chain else whole)
     if found := along(factors.tensor):
@@ -243,7 +265,9 @@ def _allowed(
 
 def _batch_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], factors: RoleFactors) -> Layout:
     rows = bool(type_.dims) and bool(ids(type_.dims[0][:1]) & factors.batch)
-    return tuple(Split(0, 0) if rows and role in SPLIT_BATCH else Replicate() for role in roles)
+    along = (Split(d, j) for d, j in type_.positions if CONTEXT in roles and id(type_.dims[d][j]) in factors.sequence)
+    of_role = dict.fromkeys(SPLIT_BATCH, Split(0, 0) if rows else Replicate()) | {CONTEXT: next(along, Replicate())}
+    return tuple(of_role.get(str(role), Replicate()) for role in roles)
 
 
 def _parameter_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], factors: RoleFactors) -> Layout:

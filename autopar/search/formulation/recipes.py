@@ -5,14 +5,25 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.search.formulation.axis_roles import DATA, EXPERT, OPTIMIZER, SEQUENCE, SHARD, TENSOR, Roles, read_roles
+from autopar.search.formulation.axis_roles import (
+    CONTEXT,
+    DATA,
+    EXPERT,
+    OPTIMIZER,
+    SEQUENCE,
+    SHARD,
+    TENSOR,
+    Roles,
+    read_roles,
+)
 
 RANDOM = "random"
 
 Recipe = Callable[[Sequence[str], Mapping[str, str]], Roles]
 """``recipe(axes, roles)``: names of the axes, outermost first, and the roles that the user gave."""
 
-DATA_NAMES, TENSOR_NAMES, EXPERT_NAMES = ("data", "dp"), ("tensor", "tp"), ("expert", "ep")
+DATA_NAMES, TENSOR_NAMES = ("data", "dp"), ("tensor", "tp")
+EXPERT_NAMES, CONTEXT_NAMES = ("expert", "ep"), ("context", "cp")
 
 
 def ddp(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
@@ -58,6 +69,11 @@ def expert(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
     return _with_own_axis("expert", EXPERT, EXPERT, EXPERT_NAMES, SHARD, axes, roles)
 
 
+def context(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
+    """The context axis splits the sequence; parameters are ``fsdp``'s on every axis, which split the batch."""
+    return _with_own_axis("context", CONTEXT, CONTEXT, CONTEXT_NAMES, SHARD, axes, roles)
+
+
 def _megatron(name: str, own: str, axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
     return _with_own_axis(name, TENSOR, own, TENSOR_NAMES, DATA, axes, roles)
 
@@ -98,13 +114,14 @@ RECIPES: dict[str, Recipe] = {
     "hsdp": hsdp,
     "megatron": megatron,
     "megatron-sequence": megatron_sequence,
+    "context": context,
     "expert": expert,
 }
 
 GATHERS_ONCE = ("zero1", "zero2")
 """Recipes that save gathered parameters for the backward pass, whatever the budget."""
 
-TAKES_ROLES = ("megatron", "megatron-sequence", "expert")
+TAKES_ROLES = ("megatron", "megatron-sequence", "context", "expert")
 
 
 def check_recipe(name: str | None, roles: Mapping[str, str]) -> None:

@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.ir.graph import map_nodes
 from autopar.ir.node_info import info, set_info
+from autopar.ir.ops.balanced_attention import swap_blocks
 from autopar.ir.ops.collectives import Collective, axis_index, c10d
 from autopar.rules.shapes.local_shapes import value_of_call
 from autopar.sharding.candidates import letter_parts, strategies
@@ -56,6 +57,11 @@ class Context:
         """Devices that share the letter."""
         return math.prod(self.machine.sizes[a] for a in self.axes)
 
+    @property
+    def axis_count(self) -> int:
+        """Over how many axes the letter is split."""
+        return len(self.axes)
+
     def axis_index(self) -> Any:
         """This device's number among them: the first axis is the outermost."""
         index: Any = 0
@@ -83,6 +89,15 @@ class Context:
             set_info(reduced.node, replace(info(reduced.node), collective=collective))
             x = self._call(c10d.wait_tensor.default, reduced.node)
         return x
+
+    def swap_blocks(self, blocks: Any, back: bool) -> Any:
+        """The two blocks ``[2 size, ...]`` that balance, over the one axis of the split, or back."""
+        (axis,) = self.axes
+        name, index = self.machine.names[axis], self._call(axis_index, self.machine.names[axis])
+        sent = self._call(swap_blocks, blocks.node, index.node, self.parts, back, name)
+        collective = Collective("all_to_all", name, float(blocks.node.meta["val"].nbytes))
+        set_info(sent.node, replace(info(sent.node), collective=collective))
+        return self._call(c10d.wait_tensor.default, sent.node)
 
     def _call(self, target: Any, *args: Any) -> fx.Proxy:
         return fx.Proxy(self.tracer.create_node("call_function", target, args, {}), self.tracer)

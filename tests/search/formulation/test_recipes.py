@@ -55,7 +55,7 @@ def census(name: str, plan: Plan) -> dict[str, Counter[tuple[str, int]]]:
     return found
 
 
-SHORT = {("llama", "megatron"), ("gpt2", "megatron-sequence")}
+SHORT = {("llama", "megatron"), ("gpt2", "megatron-sequence"), ("llama", "context")}
 
 
 def cases() -> list[Any]:
@@ -64,7 +64,7 @@ def cases() -> list[Any]:
     for i, name in enumerate(("mlp", "llama", "gpt2")):
         for k, recipe in enumerate(RECIPES):
             # It has no sequence; none has experts, see `tests.passes.canonicalize.test_experts`.
-            if (name, recipe) == ("mlp", "megatron-sequence") or recipe == "expert":
+            if (name == "mlp" and recipe in ("megatron-sequence", "context")) or recipe == "expert":
                 continue
             for axes in (LINE, SQUARE) if recipe != "hsdp" else (SQUARE,):
                 short = (recipe == "hsdp" or (i + k) % 2 == (axes is SQUARE)) and (
@@ -311,7 +311,7 @@ def test_what_no_recipe_is(search: dict[str, Any], message: str) -> None:
         (
             LINE,
             {"recipe": "megatron", "roles": {"a": "pipe"}},
-            "role 'pipe'; there are data, optimizer, shard, expert, tensor",
+            "role 'pipe'; there are data, optimizer, shard, expert, context, tensor",
         ),
         (LINE, {"recipe": "megatron", "roles": {"a": "data"}}, "has no tensor axis"),
         ({"data": 2}, {"recipe": "megatron"}, "has no tensor axis"),
