@@ -1,4 +1,4 @@
-"""What causal attention in blocks that balance saves where queries are split: predicted steps and peaks, with and without."""
+"""What causal attention in blocks that balance saves where queries are split: predicted, with and without."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Of one sequence, ``[1, tokens, hidden]``."""
         q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
@@ -41,8 +42,9 @@ def row(length: int, devices: int, recipe: str | None, blocks: bool) -> dict[str
         x = torch.zeros(1, length, HIDDEN, dtype=torch.bfloat16)
     program = program_of(model, (x,), loss_fn=lambda y, batch: y.square().mean())
     worth = attention.WORTH_BLOCKS if blocks else float("inf")
+    search, cluster = Search(recipe=recipe), Cluster.preset("h100")
     with patch.object(attention, "WORTH_BLOCKS", worth):
-        found = solve(program, {"gpu": devices}, Cluster.preset("h100"), search=Search(recipe=recipe))
+        found = solve(program, {"gpu": devices}, cluster, memory=76 * 2**30, search=search)
     return {
         "tokens": length, "devices": devices, "recipe": recipe or "search", "blocks": blocks,
         "ms": 1e3 * found.predicted.step_seconds, "GiB": sum(found.predicted.peak_bytes.values()) / 2**30,

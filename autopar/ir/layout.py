@@ -250,7 +250,8 @@ def describe(type_: TensorType, layout: Layout, axes: Sequence[str]) -> str:
     partial: dict[str, list[str]] = {}
     for placement, axis in zip(layout, axes, strict=True):
         if isinstance(placement, Split):
-            split.setdefault((placement.dim, placement.factor), []).append(axis)
+            owned = "experts of " if isinstance(placement, ByExpert) else ""
+            split.setdefault((placement.dim, placement.factor), []).append(f"{owned}{axis}")
         if isinstance(placement, Partial):
             partial.setdefault(placement.op, []).append(axis)
     dims = []

@@ -14,6 +14,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.ir.node_info import GraphInfo, NodeInfo, set_graph_info, set_info
+from autopar.ir.ops.balanced_attention import swap_blocks
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, IN_PLACE, Collective, axis_index, c10d
 from autopar.ir.ops.exchange import exchange_rows
 from autopar.ir.program import Input, Output, Program
@@ -85,8 +86,8 @@ def test_collectives_do_what_torch_does(mesh: DeviceMesh, name: str, axis: str) 
 
 
 def test_every_collective_is_covered() -> None:
-    """But the exchange of rows, which asks each device for its own counts: ranks do it in `test_experts`."""
-    called = {target for target, _ in CALLS.values()} | {exchange_rows}
+    """But those that ask each device for its own sizes: ranks do it in `test_experts` and `test_attention`."""
+    called = {target for target, _ in CALLS.values()} | {exchange_rows, swap_blocks}
     assert called | {IN_PLACE[target] for target in called & set(IN_PLACE)} == set(GROUP_ARGUMENT)
 
 
