@@ -31,6 +31,7 @@ class Exchanges:
         sorts: the operator that made the order that a value is in.
         counts: by sort and by the axes over which experts are split: counts of a device's own experts, outermost axis
             first; what came from the devices along the last axis; and the order of what comes from them.
+        whole: by sort, counts of all experts among a device's own pairs.
     """
 
     def __init__(self, graph: fx.Graph) -> None:

@@ -134,6 +134,20 @@ def test_other_masks_stay(name: str) -> None:
     assert node.args[4:] == (None, 0.0, False, None)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["bool", "added", "by rows", "none", *OTHERS])
+def test_large_masks_are_looked_at_in_bands(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
+    """Masks that are never made as a whole, some rows at a time."""
+    monkeypatch.setattr("autopar.capture.attention.LARGEST", TOKENS**2 - 1)
+    monkeypatch.setattr("autopar.capture.attention.BAND", rows * TOKENS)
+    known = {**CAUSAL, "none": lambda x, m: positions()[0] + positions()[1] >= 0}
+    node = kernel(Attention({**known, **OTHERS}[name]))
+    if name in known:
+        assert node.args[3:] == (None, None, 0.0, name != "none", None)
+    else:
+        assert isinstance(node.args[3], fx.Node)
+
+
 def test_what_a_mask_hides() -> None:
     square = torch.ones(3, 3, dtype=torch.bool)
     assert hidden(square, 3, 3) == hidden(torch.zeros(1), 3, 3) == "none"
