@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from autopar.compiler import program_of, solve
+from autopar.compiler import plan, program_of, solve
 from autopar.costs.cluster import Cluster
 from autopar.search.options import Search
 from autopar.strategies import attention
@@ -51,18 +52,46 @@ def row(length: int, devices: int, recipe: str | None, blocks: bool) -> dict[str
     }  # fmt: skip
 
 
+def llama(length: int, devices: int) -> dict[str, Any]:
+    """The search's plan of one sequence of Llama-3-8B in bfloat16, in the default budget of an H100."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, use_cache=False, tie_word_embeddings=False, max_position_embeddings=length,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.zeros(1, length, dtype=torch.long)
+    begin = time.perf_counter()
+    found = plan(model, {"input_ids": ids, "labels": ids}, cluster="h100", axes={"gpu": devices})
+    return {
+        "tokens": length, "devices": devices, "s": found.predicted.step_seconds, "gap": found.certificate.gap,
+        "GiB": sum(found.predicted.peak_bytes.values()) / 2**30, "planned in s": time.perf_counter() - begin,
+        "all-to-alls": sum(kinds.get("all_to_all", 0) for kinds in found.predicted.collectives.values()),
+        "recomputed": len(found.recompute),
+    }  # fmt: skip
+
+
 def main() -> None:
     """Print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=16)
+    parser.add_argument(
+        "--llama", type=int, metavar="TOKENS", help="plan Llama-3-8B with a sequence of so many instead"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
-    rows = [
-        row(length, arguments.devices, recipe, blocks)
-        for length in (16384, 65536, 131072)
-        for recipe in ("context", None)
-        for blocks in (False, True)
-    ]
+    rows = (
+        [llama(arguments.llama, arguments.devices)]
+        if arguments.llama
+        else [
+            row(length, arguments.devices, recipe, blocks)
+            for length in (16384, 65536, 131072)
+            for recipe in ("context", None)
+            for blocks in (False, True)
+        ]
+    )
     if arguments.json:
         print(json.dumps(rows))
         return
