@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -261,7 +262,9 @@ class MoveEmitter:
         """How many of a device's pairs are of each expert."""
         assert self.exchanges is not None
         if sort not in self.exchanges.whole:
-            found = next(n for n in sort.users if producer(n) == (sort, 0))
+            # One of its own: a recomputed sort may be read for its order alone, or for its experts later on.
+            with self.graph.inserting_after(sort):
+                found = self._call(operator.getitem, sort, 0)
             self.exchanges.whole[sort] = self._call(exchange.count_experts, found, sort.args[2])
         return self.exchanges.whole[sort]
 
