@@ -24,7 +24,8 @@ _library.define("exchange_rows(Tensor rows, Tensor sent, Tensor received, int pa
 
 
 def _count_experts(experts: Tensor, count: int) -> Tensor:
-    ends = torch.searchsorted(experts.contiguous(), torch.arange(count, device=experts.device), right=True)
+    numbers = torch.arange(count, device=experts.device, dtype=experts.dtype)
+    ends = torch.searchsorted(experts.contiguous(), numbers, right=True)
     return torch.diff(ends, prepend=ends.new_zeros(1))
 
 
