@@ -173,6 +173,7 @@ def test_ctrl_c_ends_all(tmp_path: Path, ranks: int) -> None:
         assert "Exception ignored" not in rank.err, rank.err
 
 
+@pytest.mark.deep
 def test_runs_are_the_same_under_any_hash_seed(tmp_path: Path) -> None:
     losses = set()
     for seed in ("1", "2"):

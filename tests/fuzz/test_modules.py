@@ -13,10 +13,10 @@ from tests.fuzz.piece import At
 from tests.fuzz.render import script, source
 from tests.fuzz.shrink import shrunk, smaller_than
 
-ONE = 20
+ONE = 10
 """Modules on one device in `make test`, and with random plans as many."""
 
-CHUNK = 20
+CHUNK = 10
 
 DEEP_ONE, DEEP_PLANS = 4000, 1000
 

@@ -93,6 +93,7 @@ def require_equal(found: Any, expected: Any) -> None:
     assert max(float((found[1][k] - v).abs().max()) for k, v in expected[1].items()) < TOLERANCE
 
 
+@pytest.mark.deep
 def test_a_run_goes_on_with_other_ranks(four: Ranks, two: Ranks, tmp_path: Path) -> None:
     expected = train(0, 1, str(tmp_path / "plain"))
     for found in four.run(train, 4, str(tmp_path / "ranks")):

@@ -90,14 +90,14 @@ def test_what_is_sent_computes_the_same_and_fits(again: str, tmp_path: Path) -> 
 
 
 def test_only_what_is_sent_makes_it_fit() -> None:
-    with pytest.raises(InfeasibleError):
-        solved(NONE, 0.6, ("recompute", "none"))
+    for machine, offload in ((NONE, "search"), (FAST, "none")):
+        with pytest.raises(InfeasibleError):
+            solved(machine, 0.6, ("recompute", "none"), ("offload", offload))
     assert solved(FAST, 0.6, ("recompute", "none")).offload
 
 
-@pytest.mark.parametrize(
-    ("machine", "pins"), [pytest.param(NONE, (), marks=pytest.mark.deep), (FAST, (("offload", "none"),))]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize(("machine", "pins"), [(NONE, ()), (FAST, (("offload", "none"),))])
 def test_nothing_goes_where_there_is_no_way_or_a_pin_forbids_it(
     machine: Cluster, pins: tuple[tuple[str, str], ...]
 ) -> None:

@@ -75,8 +75,8 @@ def test_nothing_that_is_hidden_is_computed() -> None:
     """Of scores, every device computes as many, and with blocks half of them, but for what is on the diagonal."""
     model, x, axes = Causal(4, 4).double(), batch(64), {"a": 4}
     program = program_of(model, x)
-    random = [plan(model, x, cluster="h100", axes=axes, search=Search(recipe="random", seed=s)) for s in range(12)]
-    for chosen in random:
+    for seed in range(12):
+        chosen = plan(model, x, cluster="h100", axes=axes, search=Search(recipe="random", seed=seed))
         local = rewrite(program, chosen).graph.graph
         calls = [n for n in local.nodes if n.target is ops.attention]
         if len(calls) == 1:
@@ -94,7 +94,7 @@ def test_nothing_that_is_hidden_is_computed() -> None:
 def test_few_tokens_are_masked() -> None:
     """Blocks take three calls and a hundred small kernels: that is for long sequences."""
     axes = {"a": 2}
-    for seed in range(6):
+    for seed in range(2):
         report = verify(Causal().double(), batch(), axes, plan="random", seed=seed)
         assert not any(n.target is swap_blocks for n in report.program.graph.graph.nodes)
 
