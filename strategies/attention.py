@@ -129,25 +129,15 @@ def _balances(context: Any, query: Any, _: Any, value: Any) -> bool:
     return bool(context.global_size("q") == context.global_size("k") and saved >= WORTH_BLOCKS)
 
 
-def _shapes(*tensors: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(in_blocks.shape_of, tensors))
-
-
 def _forward_in_blocks(context: Any, args: Any) -> Any:
-    query, key, value, _, _, _, _, scale = args
-    return in_blocks.attend(
-        ours.attention, context.swap_blocks, context.axis_index(), context.parts, _shapes(query, key, value),
-        query, key, value, scale,
-    )  # fmt: skip
+    query, key, value, *_, scale = args
+    return in_blocks.attend(context.swap_blocks, context.axis_index(), context.parts, query, key, value, scale)
 
 
 def _backward_in_blocks(context: Any, args: Any) -> Any:
     grad, query, key, value, _, _, out, logsumexp, _, _, scale, _ = args
-    found = in_blocks.gradients(
-        ours.attention_backward, context.swap_blocks, context.axis_index(), context.parts, _shapes(query, key, value),
-        grad, query, key, value, out, logsumexp, scale,
-    )  # fmt: skip
-    return (*found, None)
+    tensors = (grad, query, key, value, out, logsumexp)
+    return (*in_blocks.gradients(context.swap_blocks, context.axis_index(), context.parts, *tensors, scale), None)
 
 
 def _masked(kernel: Any, bias: int, causal: int, balanced: Any) -> Lowering:

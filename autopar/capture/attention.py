@@ -18,7 +18,7 @@ After::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 from unittest.mock import patch
@@ -315,11 +315,13 @@ class _Known:
             shown = _shown(band.expand(*band.shape[:-2], size, keys).reshape(size, keys))
             if shown is None:
                 return None
-            kinds -= {"none"} if "none" in kinds and not shown.all() else set()
-            kinds -= {"later"} if "later" in kinds and not _is_causal(shown, first) else set()
+            if "none" in kinds and not shown.all():
+                kinds.remove("none")
+            if "later" in kinds and not _is_causal(shown, first):
+                kinds.remove("later")
             if not kinds:
                 return None
-        # The first row is another one.
+        # One is left: the first row tells them apart.
         return kinds.pop()
 
     def _band(
@@ -352,13 +354,7 @@ class _Known:
         if torch.Tag.pointwise not in target.tags and target not in _ELEMENTWISE:
             return None
         args, kwargs = map_nodes((node.args, node.kwargs), parts.__getitem__)
-        kwargs = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
-        try:
-            with torch.no_grad():
-                result: torch.Tensor = target(*args, **kwargs)
-        except RuntimeError:  # not on a CPU, or not in this dtype
-            return None
-        return result
+        return _on_cpu(target, args, kwargs)
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """A node's value; None if it depends on an input, on chance or on memory, or if it is too large."""
@@ -395,7 +391,6 @@ class _Known:
         if not self._is_function(node) or any(self._values[a] is None for a in node.all_input_nodes):
             return None
         args, kwargs = map_nodes((node.args, node.kwargs), self._values.__getitem__)
-        kwargs = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
         shape = node.meta["val"].shape
         target: Any = node.target
         elementwise = torch.Tag.pointwise in target.tags or target in _ELEMENTWISE
@@ -407,12 +402,19 @@ class _Known:
         # A view of a large tensor takes no memory.
         if not target.is_view and math.prod(computed) > LARGEST:
             return None
-        try:
-            with torch.no_grad():
-                result: torch.Tensor = target(*args, **kwargs)
-        except RuntimeError:  # not on a CPU, or not in this dtype
-            return None
-        return _narrowed(result.expand(shape) if elementwise else result)
+        result = _on_cpu(target, args, kwargs)
+        return None if result is None else _narrowed(result.expand(shape) if elementwise else result)
+
+
+def _on_cpu(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """What an operator gives on a CPU; None if it runs on none, or not in this dtype."""
+    kwargs = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
+    try:
+        with torch.no_grad():
+            result: torch.Tensor = target(*args, **kwargs)
+    except RuntimeError:
+        return None
+    return result
 
 
 def _dims(value: torch.Tensor) -> list[tuple[int, int]]:

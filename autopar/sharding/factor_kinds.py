@@ -89,9 +89,10 @@ def split_factors(node: fx.Node, program: Program, dims: Dims) -> dict[str, Fact
 def blocked_factors(node: fx.Node, program: Program, dims: Dims) -> list[Factor]:
     """Factors of an operator's arguments along which it cannot be split."""
     operator = dims.operators[node]
-    places = [operator.letters[c].inputs for c in operator.rule.blocked if c in operator.letters]
     types = [dims.types[v] for v in program.sources[node]]
-    return [types[i].dims[d][j] for found in places for i, d, j in found if types[i].dims[d][j:]]
+    blocked = [operator.letters[c] for c in operator.rule.blocked if c in operator.letters]
+    # Through the types of this very node, as above.
+    return [f for x in blocked for i, d, j in x.inputs for f in types[i].dims[d][j : j + len(x.factors)]]
 
 
 def from_parameters(program: Program) -> set[fx.Node]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ir.ops.attention import attention, attention_backward
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, c10d
 
 aten = torch.ops.aten
@@ -76,37 +77,34 @@ Exchange = Callable[[Any, bool], Any]
 
 
 def attend(
-    kernel: Any, exchange: Exchange, index: Any, parts: int, shapes: tuple[tuple[int, ...], ...],
-    query: Any, key: Any, value: Any, scale: float | None,
-) -> tuple[Any, Any]:  # fmt: skip
+    exchange: Exchange, index: Any, parts: int, query: Any, key: Any, value: Any, scale: float | None
+) -> tuple[Any, Any]:
     """The result ``[batch, heads, queries, value_head]`` and logarithm of this device's queries.
 
     Args:
-        kernel: attention, see `autopar.ir.ops.attention`.
         exchange: of blocks.
         index: this device's number.
         parts: of how many.
-        shapes: of query, key and value, on this device.
         query: this device's.
         key: whole.
         value: whole.
         scale: of the scores.
     """
-    cut = _Cut(index, parts, shapes)
-    both = cut.swapped(exchange, query)
-    late = aten.slice.Tensor(both, 2, cut.size, 2 * cut.size)
-    first, first_log = _kernel(kernel, late, cut.early_keys(key), cut.early_keys(value), False, scale)
-    blocks = cut.between(both)
-    other, other_log = _kernel(kernel, blocks, cut.keys_between(key), cut.keys_between(value), False, scale)
-    own, own_log = _kernel(kernel, cut.stacked(both), cut.own_keys(key), cut.own_keys(value), True, scale)
+    work = _Blocks(index, parts, query)
+    both = work.swapped(exchange, query)
+    late = aten.slice.Tensor(both, 2, work.size, 2 * work.size)
+    first, first_log = _kernel(late, work.early_keys(key), work.early_keys(value), False, scale)
+    blocks = work.between(both)
+    other, other_log = _kernel(blocks, work.keys_between(key), work.keys_between(value), False, scale)
+    own, own_log = _kernel(work.stacked(both), work.own_keys(key), work.own_keys(value), True, scale)
     # [blocks, batch, heads, size]: what the early block does not see has no part in its sum.
-    logs, values = cut.by_block(other_log), cut.by_block(other)
-    is_early = cut.is_early(other_log)
+    logs, values = work.by_block(other_log), work.by_block(other)
+    is_early = work.is_early(other_log)
     results, sums = [], []
     for early in (True, False):
         mine = aten.logical_not(is_early) if early else is_early
-        pieces = [aten.masked_fill.Scalar(logs, mine, -math.inf), cut.of_pair(own_log, early)]
-        outs = [values, cut.of_pair(own, early)]
+        pieces = [aten.masked_fill.Scalar(logs, mine, -math.inf), work.of_pair(own_log, early)]
+        outs = [values, work.of_pair(own, early)]
         if not early:
             pieces.append(aten.unsqueeze.default(first_log, 0))
             outs.append(aten.unsqueeze.default(first, 0))
@@ -118,22 +116,20 @@ def attend(
             joined = term if joined is None else aten.add.Tensor(joined, term)
         results.append(joined)
         sums.append(total)
-    made = aten._to_copy.default(aten.cat.default(results, 2), dtype=cut.dtype_of(query))
-    return cut.swapped(exchange, made, back=True), cut.swapped(exchange, aten.cat.default(sums, 2), back=True)
+    made = aten._to_copy.default(aten.cat.default(results, 2), dtype=_value(query).dtype)
+    return work.swapped(exchange, made, back=True), work.swapped(exchange, aten.cat.default(sums, 2), back=True)
 
 
 def gradients(
-    kernel: Any, exchange: Exchange, index: Any, parts: int, shapes: tuple[tuple[int, ...], ...],
+    exchange: Exchange, index: Any, parts: int,
     grad: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, scale: float | None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Gradients of this device's queries, and its terms of those of all keys and values.
 
     Args:
-        kernel: attention's backward.
         exchange: of blocks.
         index: this device's number.
         parts: of how many.
-        shapes: of query, key and value, on this device.
         grad: of the result of this device's queries.
         query: this device's.
         key: whole.
@@ -142,39 +138,43 @@ def gradients(
         logsumexp: the logarithm.
         scale: of the scores.
     """
-    cut = _Cut(index, parts, shapes)
-    head, wide = shapes[0][3], shapes[2][3]
-    together = cut.swapped(exchange, aten.cat.default([query, grad, out], 3))
+    work = _Blocks(index, parts, query)
+    head, wide = shape_of(query)[3], shape_of(value)[3]
+    together = work.swapped(exchange, aten.cat.default([query, grad, out], 3))
     both, given, made = (
         aten.slice.Tensor(together, 3, a, b)
         for a, b in ((0, head), (head, head + wide), (head + wide, head + 2 * wide))
     )
-    log = cut.swapped(exchange, logsumexp)
+    log = work.swapped(exchange, logsumexp)
 
     def call(pick: Callable[[Any], Any], keys: Any, values: Any, causal: bool) -> list[Any]:
         g, q, o = (aten.contiguous.default(pick(t)) for t in (given, both, made))
         logs = aten.contiguous.default(pick(log))
-        found = kernel(g, q, keys, values, None, None, o, logs, 0.0, causal, scale, False)
+        found = attention_backward(g, q, keys, values, None, None, o, logs, 0.0, causal, scale, False)
         return [found[i] for i in range(3)]
 
     first = call(
-        lambda t: aten.slice.Tensor(t, 2, cut.size, 2 * cut.size), cut.early_keys(key), cut.early_keys(value), False
+        lambda t: aten.slice.Tensor(t, 2, work.size, 2 * work.size), work.early_keys(key), work.early_keys(value), False
     )
-    other = call(cut.between, cut.keys_between(key), cut.keys_between(value), False)
-    own = call(cut.stacked, cut.own_keys(key), cut.own_keys(value), True)
-    blocks, is_early = cut.by_block(other[0]), aten.unsqueeze.default(cut.is_early(cut.by_block(other[0]), 4), -1)
+    other = call(work.between, work.keys_between(key), work.keys_between(value), False)
+    own = call(work.stacked, work.own_keys(key), work.own_keys(value), True)
+    blocks = work.by_block(other[0])
+    is_early = aten.unsqueeze.default(work.is_early(blocks), -1)
     halves = []
     for early in (True, False):
         mine = aten.logical_not(is_early) if early else is_early
         total = aten.sum.dim_IntList(aten.masked_fill.Scalar(blocks, mine, 0.0), [0])
-        total = aten.add.Tensor(total, aten.squeeze.dim(cut.of_pair(own[0], early), 0))
+        total = aten.add.Tensor(total, aten.squeeze.dim(work.of_pair(own[0], early), 0))
         halves.append(total if early else aten.add.Tensor(total, first[0]))
-    of_query = cut.swapped(exchange, aten.cat.default(halves, 2), back=True)
-    return of_query, *(cut.whole(first[i], other[i], own[i], shapes[i]) for i in (1, 2))
+    of_query = work.swapped(exchange, aten.cat.default(halves, 2), back=True)
+    of_key, of_value = (
+        work.whole(first[i], other[i], own[i], shape_of(tensor)) for i, tensor in ((1, key), (2, value))
+    )
+    return of_query, of_key, of_value
 
 
-def _kernel(kernel: Any, query: Any, key: Any, value: Any, causal: bool, scale: float | None) -> tuple[Any, Any]:
-    found = kernel(aten.contiguous.default(query), key, value, None, None, 0.0, causal, scale)
+def _kernel(query: Any, key: Any, value: Any, causal: bool, scale: float | None) -> tuple[Any, Any]:
+    found = attention(aten.contiguous.default(query), key, value, None, None, 0.0, causal, scale)
     return found[0], found[1]
 
 
@@ -189,18 +189,14 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
     return tuple(_value(tensor).shape)
 
 
-class _Cut:
-    """How one device's part of the work is taken from its tensors, and put back."""
+class _Blocks:
+    """How one device's blocks are taken from its tensors, and put back."""
 
-    def __init__(self, index: Any, parts: int, shapes: tuple[tuple[int, ...], ...]) -> None:
-        self.index, self.parts, self.batch = index, parts, shapes[0][0]
-        self.size = shapes[0][2] // 2
+    def __init__(self, index: Any, parts: int, query: Any) -> None:
+        self.index, self.parts, self.batch = index, parts, shape_of(query)[0]
+        self.size = shape_of(query)[2] // 2
         self.late = 2 * parts - 1 - index
         self._made: dict[str, Any] = {}
-
-    @staticmethod
-    def dtype_of(tensor: Any) -> torch.dtype:
-        return _value(tensor).dtype
 
     def swapped(self, exchange: Exchange, tensor: Any, back: bool = False) -> Any:
         """A tensor ``[batch, heads, queries, ...]`` with other queries."""
@@ -231,9 +227,9 @@ class _Cut:
         """Which blocks of keys between are the early block's, ``[blocks]``."""
         return self._once("early", lambda: aten.lt.Scalar(self._numbers(like, self.parts - 1), self.index))
 
-    def is_early(self, like: Any, dims: int = 4) -> Any:
-        """The same as ``[blocks, 1, ...]``."""
-        return aten.reshape.default(self._early(like), [self.parts - 1, *([1] * (dims - 1))])
+    def is_early(self, like: Any) -> Any:
+        """The same as ``[blocks, 1, 1, 1]``."""
+        return aten.reshape.default(self._early(like), [self.parts - 1, 1, 1, 1])
 
     def between(self, both: Any) -> Any:
         """The block of queries, early or late, for each block of keys between: ``[blocks batch, heads, size, ...]``."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, c10d
+from autopar.ir.ops.routing import group_ends
 
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -24,8 +25,7 @@ _library.define("exchange_rows(Tensor rows, Tensor sent, Tensor received, int pa
 
 
 def _count_experts(experts: Tensor, count: int) -> Tensor:
-    numbers = torch.arange(count, device=experts.device, dtype=experts.dtype)
-    ends = torch.searchsorted(experts.contiguous(), numbers, right=True)
+    ends = group_ends(experts, count).to(torch.int64)
     return torch.diff(ends, prepend=ends.new_zeros(1))
 
 

@@ -8,7 +8,7 @@ role       operators                                              parameters
 data       split along the batch, where they have it              replicated
 optimizer  split along the batch, where they have it              split, and gathered for use; gradients all-reduced
 shard      split along the batch, where they have it              split, and gathered for use; gradients scattered
-expert     split along the batch; rows go to the experts' devices  of experts split along these, else replicated
+expert     split along the batch; rows go to their experts        those of experts split along these, else replicated
 context    split along the sequence, where they have it           as shard
 tensor     split along the tensor-parallel factors                split along those factors, else replicated
 sequence   as tensor; along the sequence between the linears      as tensor
