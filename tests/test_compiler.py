@@ -373,11 +373,12 @@ def test_plan_errors() -> None:
         plan(model, batch, cluster="cpu", precision="int8")
     with pytest.raises(ValueError, match=r"neither a file nor a preset"):
         plan(model, batch, cluster="h1000")
+    alone = autopar.Search(pins={"overlap": "none"})
     with pytest.raises(autopar.InfeasibleError, match=r"budget is .* are missing") as caught:
-        plan(model, batch, cluster="cpu", axes={"a": 4}, memory=1000)
+        plan(model, batch, cluster="cpu", axes={"a": 4}, memory=1000, search=alone)
     assert caught.value.needed is not None and caught.value.needed > 1000
     # The figure in the error is the smallest budget that does.
-    found = plan(model, batch, cluster="cpu", axes={"a": 4}, memory=caught.value.needed)
+    found = plan(model, batch, cluster="cpu", axes={"a": 4}, memory=caught.value.needed, search=alone)
     used = found.predicted.memory_bytes
     assert used["parameters"] + used["gradients"] + used["optimizer"] <= caught.value.needed
 

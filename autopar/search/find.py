@@ -10,7 +10,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.axis_by_axis import bound_by_axes
-from autopar.search.budget.budget_problem import BudgetProblem
+from autopar.search.budget.budget_problem import BudgetProblem, peak_bytes
 from autopar.search.budget.cutoff import PrunedError
 from autopar.search.budget.within_budget import plan_by_axes, plan_by_products, plan_within
 from autopar.search.formulation.recipes import roles_of
@@ -33,6 +33,8 @@ EXACT_AXES = 3
 WITHIN_AXES = 2
 """So are, on up to this many axes, layouts and what is saved, where a budget binds."""
 
+HOPELESS = 1.25
+"""Where the plan of least memory needs this multiple of the budget without anything in flight, no other is looked for."""
 
 ROUNDS = 4
 """At most so many weights of kernels and communication are tried."""
@@ -65,10 +67,13 @@ def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | No
         return _overlapping(program, dims, job, classes)
     except PrunedError:
         raise
-    except InfeasibleError:
-        if job.memory is None:
+    except InfeasibleError as e:
+        if job.memory is None or e.least is None:
             raise
-    # What is in flight takes memory, too: perhaps collectives that are waited for one by one fit.
+        # What is in flight takes memory, too: perhaps collectives that are waited for one by one fit.
+        waiting, _ = BudgetProblem.of(program, dims, classes, job).measured(replace(e.least, overlap=False))
+        if peak_bytes(waiting) > HOPELESS * job.memory:
+            raise
     return _plain(program, dims, job, classes)
 
 
@@ -94,10 +99,12 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
         rounds.apart()
     while rounds.go_on() and len(rounds.found) < ROUNDS:
         # Half way from the best so far: plans are few, and say little of weights that are far from theirs.
-        weights = rounds.strongest.between(rounds.strongest.best(rounds.features))
+        weights, known = rounds.strongest.between(rounds.strongest.best(rounds.features)), rounds.known
         try:
             rounds.search(weights)
         except InfeasibleError:
+            break
+        if rounds.known == known:  # the next weights would be these
             break
     return rounds.result()
 
@@ -133,6 +140,11 @@ class _Rounds:
     def best(self) -> Plan:
         """The fastest plan."""
         return min(self.plans, key=lambda plan: plan.predicted.step_seconds)
+
+    @property
+    def known(self) -> tuple[set[float], float]:
+        """What weights follow from: the plans' seconds, and the highest bound."""
+        return {plan.predicted.step_seconds for plan in self.plans}, self.proof.bound
 
     def search(self, weights: Weights) -> None:
         """Search under some weights.

@@ -13,7 +13,7 @@ from tests.fuzz.piece import At
 from tests.fuzz.render import script, source
 from tests.fuzz.shrink import shrunk, smaller_than
 
-ONE = 10
+ONE = 100
 """Modules on one device in `make test`, and with random plans as many."""
 
 CHUNK = 10

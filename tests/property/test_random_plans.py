@@ -61,7 +61,7 @@ PLANS = 5
 """Of each random model: capturing it takes longer than a plan."""
 
 
-@settings(max_examples=settings().max_examples if DEEP else 5)
+@settings(max_examples=settings().max_examples if DEEP else 3)
 @given(drawn=models(), plans=st.lists(st.tuples(meshes, seeds), min_size=PLANS, max_size=PLANS))
 def test_random_plans_of_random_model(
     drawn: tuple[nn.Module, tuple[Tensor, ...]], plans: list[tuple[dict[str, int], int]]
