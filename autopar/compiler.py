@@ -14,7 +14,7 @@ from torch import nn
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar.capture import Batch, LossFunction, capture
 from autopar.capture.repeat import abridge
-from autopar.costs.arguments import AXES, FUNCTION, LOSS, OPTIMIZER, SIZE, a, optional, require
+from autopar.costs.arguments import AXES, FLAG, FUNCTION, LOSS, OPTIMIZER, SIZE, a, optional, require
 from autopar.costs.budget import DefaultBudget, naming_default, reserve_of
 from autopar.costs.cluster import Cluster
 from autopar.costs.device import Device
@@ -67,11 +67,15 @@ def program_of(
     loss: Loss = None,
     training: bool | None = None,
     precision: Precision | None = None,
+    fused: bool = False,
 ) -> Program:
-    """Capture a model, under a precision policy, and bring its graph into canonical form."""
+    """Capture a model, under a precision policy, and bring its graph into canonical form.
+
+    Costs are counted as if a compiler fused kernels if ``fused``, see `autopar.rules.shapes.fused_kernels`.
+    """
     program = canonical(captured(model, batch, loss_fn=loss_fn, loss=loss, training=training, precision=precision))
     logger.debug("captured %s operators, fingerprint %s", len(program.calls), program.fingerprint)
-    return program
+    return replace(program, fused=fused)
 
 
 def program_to_plan(
@@ -81,6 +85,7 @@ def program_to_plan(
     loss_fn: LossFunction | None = None,
     loss: Loss = None,
     precision: Precision | None = None,
+    fused: bool = False,
     search: Search | None = None,
     progress: Progress | None = None,
 ) -> Program:
@@ -88,7 +93,7 @@ def program_to_plan(
     search = search or Search()
 
     def make(model: nn.Module) -> Program:
-        return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision)
+        return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=fused)
 
     # Random layouts, layers that are planned apart, and stages that begin at named modules need all of the blocks.
     if search.recipe == "random" or not search.tie_layers or search.stage_modules:
@@ -141,7 +146,8 @@ def solve(
     )  # fmt: skip
     # Graphs are full of cycles that stay alive: Python's collector would walk all of them again and again.
     with naming_default(memory), collector_paused():
-        dims, kind = analyze(program), f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}"
+        dims = analyze(program)
+        kind = f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}, fused {program.fused}"
         file = cache.file_of(program, dims, job, kind)
         if file is not None and (known := cache.load(file, program, job)) is not None:
             job.progress(f"plan of an earlier search, {file}", math.inf, 0.0)
@@ -252,6 +258,7 @@ def plan(
     memory: str | float | None = None,
     optimizer: str = "adamw",
     precision: Precision | str | torch.dtype | None = None,
+    compile: bool = False,
     search: Search | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -268,6 +275,7 @@ def plan(
             `autopar.costs.budget` sets aside.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``; default: the model's own.
+        compile: the plan is for ``parallelize(..., compile=True)``: costs are those of kernels that a compiler fuses.
         search: limits and pins.
         progress: called with ``(phase, incumbent, bound)``.
 
@@ -277,13 +285,13 @@ def plan(
     """
     require(batch=(batch, BATCH))
     check_planning(model, batch, loss_fn, loss, memory, optimizer, search)
-    require(axes=(axes, optional(AXES)), progress=(progress, optional(FUNCTION)))
+    require(axes=(axes, optional(AXES)), compile=(compile, FLAG), progress=(progress, optional(FUNCTION)))
     policy = Precision.resolve(precision)
     machine = Cluster.resolve(cluster)
     axes = axes or {"device": machine.group_sizes[0] if machine.group_sizes else 1}
     (search or Search()).require_axes(axes)
     program = program_to_plan(
-        model, batch, loss_fn=loss_fn, loss=loss, precision=policy, search=search, progress=progress
+        model, batch, loss_fn=loss_fn, loss=loss, precision=policy, fused=compile, search=search, progress=progress
     )
     budget = default_memory(machine, axes) if memory is None else memory
     # Factored: there is no mesh yet, so a plan may ask for one with an axis more.

@@ -135,6 +135,7 @@ def parallelize(
         # On one device both ways draw the same, and the default generator needs no seeds.
         deterministic=deterministic or mesh is None, loss=loss, precision=policy, check=check,
         compiler=Interpreter(context.device) if backend is None else Compiler(backend, speaks),
+        fused=compile is True or compile == "inductor",  # of another backend nobody knows what it fuses
     )  # fmt: skip
     distribute_parameters(model, context)
     parallel = parallel_module(model, context, options, init)

@@ -56,6 +56,7 @@ class CompileOptions:
         precision: policy of the parameters' and the computation's dtypes; None: the model's own.
         check: a plan is compared with the eager model before its first step.
         compiler: makes what runs in the place of local graphs; None: they run as they are.
+        fused: it fuses kernels, and costs are counted so.
     """
 
     cluster: Cluster
@@ -70,6 +71,7 @@ class CompileOptions:
     precision: Precision | None = None
     check: bool = False
     compiler: Executables[Any] | None = None
+    fused: bool = False
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -223,7 +225,9 @@ def _capture(model: nn.Module, request: Request, options: CompileOptions, contex
 
 def captured_under(model: nn.Module, batch: Any, options: CompileOptions) -> Program:
     """The canonical program of a model that has plain parameters."""
-    return program_of(model, batch, loss_fn=options.loss_fn, loss=options.loss, precision=options.precision)
+    return program_of(
+        model, batch, loss_fn=options.loss_fn, loss=options.loss, precision=options.precision, fused=options.fused
+    )
 
 
 def plan_again(

@@ -4,8 +4,9 @@ Reads ``published`` (a folder of data given by ``--data``; without it there is n
 PTD-P (arXiv 2104.04473), the steps, times of a layer and activations of "Reducing Activation Recomputation"
 (2205.05198), and the bubbles of "Zero Bubble Pipeline Parallelism" (2401.10241). Steps are predicted by
 `autopar.explain.hybrid.predict.predict_hybrid`, as ``autopar plan --recipe megatron`` does, of `benchmarks/gpt.py`;
-nothing is fitted to them. They are predicted twice: with the kernels of the graph, and without the passes over memory
-that the fused kernels of Megatron save (PTD-P, section 4.2). Activations are what the graph of a layer keeps alive. The
+nothing is fitted to them. They are predicted three times: with the kernels of the graph, with those that a compiler
+fuses (``compile=True``), and without the passes over memory that the fused kernels of Megatron save (PTD-P, section
+4.2), of a model that leaves these operators out. Activations are what the graph of a layer keeps alive. The
 paper's selective recomputation is set beside what the search finds for the memory that it takes.
 """
 
@@ -53,8 +54,10 @@ SHAPES = {22: (6144, 64, 48), 175: (12288, 96, 96), 530: (20480, 128, 105), 1000
 RUNS = {175: 3, 530: 3}
 """Runs of layers on each stage, from the same paper, section 6: interleaved."""
 
-WAYS = {"graph": False, "fused": True}
-"""With the kernels of the graph, and without what Megatron's fused kernels save."""
+WAYS = {"graph": (False, False), "compiled": (False, True), "by hand": (True, False)}
+"""Whether what Megatron's fused kernels save is left out of the model, and whether kernels are fused by a compiler."""
+
+Way = tuple[bool, bool]
 
 Row = Mapping[str, Any]
 
@@ -128,8 +131,8 @@ def ptdp(data: Mapping[str, Any], cluster: Cluster) -> Iterator[Row]:
             "params, B": row["params_billion"], "tensor": row["tensor"], "pipeline": stages, "data": ranks,
             "runs": runs, "published s": published, "published TFLOP/s": float(row["tflops_per_gpu"]),
         }  # fmt: skip
-        for name, fused in WAYS.items():
-            seconds = step(row, (hidden, row["heads"], layers), ranks, runs, cluster, fused=fused)
+        for name, way in WAYS.items():
+            seconds = step(row, (hidden, row["heads"], layers), ranks, runs, cluster, way=way)
             found |= {f"{name} s": seconds, f"{name} TFLOP/s": work / seconds, f"{name} error": seconds / published - 1}
         yield found
 
@@ -143,12 +146,12 @@ def step(
     recipe: str = "megatron",
     recompute: str = "full",
     *,
-    fused: bool,
+    way: Way,
 ) -> float:
     """Predicted seconds of the step of a row."""
     hidden, heads, layers = shape
     return predict_hybrid(
-        GPT(hidden, heads, layers, SEQUENCE, VOCABULARY, fused=fused),
+        GPT(hidden, heads, layers, SEQUENCE, VOCABULARY, fused=way[0]),
         batch_of(row["global_batch"], SEQUENCE),
         cluster=cluster,
         axes={"pp": row["pipeline"], "dp": data, "tp": row["tensor"]},
@@ -158,6 +161,7 @@ def step(
         recipe=recipe,
         recompute=recompute,
         memory="1TB",  # that they fit is known
+        compile=way[1],
     ).step_seconds
 
 
@@ -167,18 +171,18 @@ def recomputed(table: Mapping[str, Any], cluster: Cluster) -> Iterator[Row]:
             "sequence_parallel_plus_selective_s": ("selective", "megatron-sequence", "selective")}  # fmt: skip
     for row in rows_of(table):
         name = row["params_billion"]
-        for column, (way, *how) in ways.items():
-            found: dict[str, Any] = {"params, B": name, "recomputation": way, "published s": row[column]}
-            for kind, fused in WAYS.items():
-                seconds = step(row, SHAPES[name], 1, RUNS.get(name, 1), cluster, *how, fused=fused)
+        for column, (kept, *how) in ways.items():
+            found: dict[str, Any] = {"params, B": name, "recomputation": kept, "published s": row[column]}
+            for kind, way in WAYS.items():
+                seconds = step(row, SHAPES[name], 1, RUNS.get(name, 1), cluster, *how, way=way)
                 found |= {f"{kind} s": seconds, f"{kind} error": seconds / row[column] - 1}
             yield found
 
 
-def layer_22b(recipe: str, fused: bool = False) -> tuple[Part, Machine]:
+def layer_22b(recipe: str, way: Way = (False, False)) -> tuple[Part, Machine]:
     """A layer of the 22B model, four samples on eight tensor ranks; the second one, as the first makes the mask."""
     hidden, heads, _ = SHAPES[22]
-    program = program_of(GPT(hidden, heads, 2, SEQUENCE, VOCABULARY, fused=fused), batch_of(4, SEQUENCE))
+    program = program_of(GPT(hidden, heads, 2, SEQUENCE, VOCABULARY, fused=way[0]), batch_of(4, SEQUENCE), fused=way[1])
     dims = analyze(program)
     plan = solve(program, {"tensor": 8}, "a100-80gb", search=Search(recipe=recipe, padding=False))
     return next(p for p in step_of(program, dims, plan) if p.name == "layers.1"), machine_of(plan)
@@ -191,8 +195,8 @@ def layer(table: Mapping[str, Any], cluster: Cluster) -> Iterator[Row]:
         recipe = "megatron-sequence" if "sequence" in name else "megatron"
         for column, index in (("forward_ms", 0), ("backward_ms", 1)):
             found: dict[str, Any] = {"variant": name, "pass": column.removesuffix("_ms"), "published": row[column]}
-            for kind, fused in WAYS.items():
-                ms = _layer_ms(recipe, fused, cluster)
+            for kind, way in WAYS.items():
+                ms = _layer_ms(recipe, way, cluster)
                 more = ms[0] if "full" in name else ms[2] if "selective" in name else 0.0
                 own = ms[index] + more * index
                 found |= {kind: own, f"{kind} error": own / row[column] - 1}
@@ -200,9 +204,9 @@ def layer(table: Mapping[str, Any], cluster: Cluster) -> Iterator[Row]:
 
 
 @functools.cache
-def _layer_ms(recipe: str, fused: bool, cluster: Cluster) -> tuple[float, float, float]:
+def _layer_ms(recipe: str, way: Way, cluster: Cluster) -> tuple[float, float, float]:
     """Forward, backward, and what selective recomputation does before that."""
-    part, machine = layer_22b(recipe, fused)
+    part, machine = layer_22b(recipe, way)
     machine = Machine(machine.names, machine.sizes, cluster.link_for({"tensor": 8}), cluster.device)
     forward, backward, again = spend_each([part.forward, part.backward, part.recompute], [machine] * 3)
     return forward.device * 1e3, backward.device * 1e3, again.device * 1e3

@@ -123,10 +123,11 @@ class _Copies:
         alias = self.graph.call_function(aten.alias.default, (node,))
         inherit_origin(alias, node)
         known, layout = info(source), info(source).layout(index)
+        consumer = {0: known.consumer_layouts[index]} if index in known.consumer_layouts else {}
         alias.meta["val"] = node.meta["val"]
         set_info(alias, replace(
             info(alias), types=(known.types[index],), layouts=(layout,), input_layouts=(layout,),
-            consumer_layouts={0: known.consumer_layouts[index]},
+            consumer_layouts=consumer,
             forced=frozenset({0} if index in known.forced else ()),
             takes_as_made=True, internal=False, recompute_of=node.name,
         ))  # fmt: skip

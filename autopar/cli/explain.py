@@ -12,6 +12,7 @@ from autopar.cli.options import (
     DIFFERENT,
     Axes,
     Debug,
+    Fuse,
     Json,
     Limit,
     Machine,
@@ -47,6 +48,7 @@ def explain_command(
     memory: Memory = None,
     optimizer: Optimizer = "adamw",
     precision: Policy = None,
+    compile: Fuse = False,
     recipe: Recipe = None,
     roles: RolesOption = "",
     pin: Pins = None,
@@ -57,7 +59,7 @@ def explain_command(
 ) -> None:
     """Say why a tensor has its layout, by solving for others, and why it is saved, recomputed or offloaded."""
     with clear_errors(debug):
-        target = Target(cluster, parse_axes(axes), memory, optimizer, precision)
+        target = Target(cluster, parse_axes(axes), memory, optimizer, precision, compile)
         task = load_task(model)
         from autopar.search.options import Search
 
@@ -90,7 +92,9 @@ def _explained(
     machine, policy = Cluster.resolve(target.cluster), Precision.resolve(target.precision)
     budget = default_memory(machine, target.axes) if target.memory is None else target.memory
     with SearchProgress() as progress:
-        program = program_to_plan(task.model, task.batch, **task.losses, precision=policy, search=search)
+        program = program_to_plan(
+            task.model, task.batch, **task.losses, precision=policy, fused=target.compile, search=search
+        )
         compares = wanted is not None or has_layout(program, name)
         own = tensor_of(program, name)[0] if compares else name
         named(program, own)  # raise for an unknown name before the search

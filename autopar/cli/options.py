@@ -62,6 +62,10 @@ StageAxis = Annotated[
     str | None, typer.Option(metavar="NAME", help="Axis of the stages; default: the outermost of that size.")
 ]
 
+Fuse = Annotated[
+    bool, typer.Option("--compile", help="For parallelize(..., compile=True): costs of kernels that a compiler fuses.")
+]
+
 # What is printed.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -77,6 +81,7 @@ class Target:
         memory: budget per device; None: the device less what is set aside.
         optimizer: whose state counts.
         precision: dtype to compute in, by name.
+        compile: whether kernels are fused.
     """
 
     cluster: str
@@ -84,6 +89,7 @@ class Target:
     memory: str | None
     optimizer: str
     precision: str | None
+    compile: bool = False
 
 
 @contextlib.contextmanager

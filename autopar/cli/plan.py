@@ -17,6 +17,7 @@ from autopar.cli.options import (
     STOPPED,
     Axes,
     Debug,
+    Fuse,
     Json,
     Limit,
     Machine,
@@ -114,6 +115,7 @@ def plan_command(
     memory: Memory = None,
     optimizer: Optimizer = "adamw",
     precision: Policy = None,
+    compile: Fuse = False,
     recipe: Recipe = None,
     roles: RolesOption = "",
     pin: Pins = None,
@@ -135,7 +137,7 @@ def plan_command(
 ) -> None:
     """Find the fastest layouts of a model on a mesh, for devices that need not be here, and compare with recipes."""
     with clear_errors(debug):
-        target = Target(cluster, parse_axes(axes), memory, optimizer, precision)
+        target = Target(cluster, parse_axes(axes), memory, optimizer, precision, compile)
         outputs = Outputs(save, report, as_json, not no_compare)
         # Before the search: minutes later there would be nowhere to write the plan.
         outputs.check()
@@ -191,6 +193,7 @@ def _print_plan(task: ModelAndBatch, target: Target, search: Search, outputs: Ou
             memory=target.memory,
             optimizer=target.optimizer,
             precision=Precision.resolve(target.precision),
+            compile=target.compile,
             search=search,
             progress=progress,
         )
@@ -292,6 +295,7 @@ def _print_prediction(task: ModelAndBatch, target: Target, options: StagedByHand
             **task.losses,
             optimizer=target.optimizer,
             precision=Precision.resolve(target.precision),
+            compile=target.compile,
             time_limit=options.time_limit,
             progress=progress,
         )

@@ -75,7 +75,8 @@ def _simulated_plan(task: ModelAndBatch, file: Path, precision: str | None) -> t
 
     plan = Plan.load(file)
     with SearchProgress():
-        program = program_of(task.model, task.batch, **task.losses, precision=Precision.resolve(precision))
+        policy = Precision.resolve(precision)
+        program = program_of(task.model, task.batch, **task.losses, precision=policy, fused=plan.fused)
         local = rewrite(program, plan)
         if plan.pipeline is not None:
             # With stages the tasks are those of whole stages; a graph's own tasks are of one device.

@@ -60,7 +60,7 @@ def check_plan(
     search = replace(search or _space_of(plan), check=True, cache=False)
     axes, policy = dict(plan.axes), Precision.resolve(precision)
     program = program_to_plan(
-        model, batch, loss_fn=loss_fn, loss=loss, precision=policy, search=search, progress=progress
+        model, batch, loss_fn=loss_fn, loss=loss, precision=policy, fused=plan.fused, search=search, progress=progress
     )
     require_same_graph(plan, program)
 
@@ -72,7 +72,7 @@ def check_plan(
     found, wrong = costed(program)
     if wrong and program.repeat is not None:
         # `parallelize` has all layers, and measures the peak that three of them extrapolate.
-        found, wrong = costed(program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=policy))
+        found, wrong = costed(program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=policy, fused=plan.fused))
     if wrong:
         raise PlanError(f"the plan does not cost here what it says: {'; '.join(wrong)}; plan again")
     # A plan without a peak was made for any memory.

@@ -69,7 +69,7 @@ def report_page(
         search: as it was planned.
         tick: called after each search, see `autopar.explain.what_if.what_if`.
     """
-    program = program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision)
+    program = program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=plan.fused)
     local = rewrite(program, plan)
     # The whole graph, all layers: the prediction of a deep model may come from three of them.
     step = simulate(emitted(local, plan)) if plan.pipeline is None else simulate_pipeline(local, plan)

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.capture import Batch, LossFunction
 from autopar.compiler import check_planning, default_memory, program_to_plan, solve
-from autopar.costs.arguments import AXES, require
+from autopar.costs.arguments import AXES, FLAG, require
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
@@ -80,6 +80,7 @@ def find_plan(
     memory: str | float | None = None,
     optimizer: str = "adamw",
     precision: Precision | None = None,
+    compile: bool = False,
     search: Search | None = None,
     progress: Progress | None = None,
 ) -> Found:
@@ -89,11 +90,11 @@ def find_plan(
         KeyboardInterrupt: Ctrl-C came a second time, or before there was a plan that fits.
     """
     check_planning(model, batch, loss_fn, loss, memory, optimizer, search)
-    require(axes=(axes, AXES))
+    require(axes=(axes, AXES), compile=(compile, FLAG))
     search, machine = search or Search(), Cluster.resolve(cluster)
     search.require_axes(axes)
     program = program_to_plan(
-        model, batch, loss_fn=loss_fn, loss=loss, precision=precision, search=search, progress=progress
+        model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=compile, search=search, progress=progress
     )
     # One capture and one budget for all: what differs is the recipe alone.
     budget = default_memory(machine, axes) if memory is None else memory

@@ -99,7 +99,9 @@ def what_if(
         given = (dict(found.axes), budget) if scaled is batch else None
         wanted = [(axes, _cases(axes, budgets, samples, given)) for axes in meshes]
         try:
-            program = program_to_plan(model, scaled, loss_fn=loss_fn, loss=loss, precision=precision, search=search)
+            program = program_to_plan(
+                model, scaled, loss_fn=loss_fn, loss=loss, precision=precision, fused=found.fused, search=search
+            )
         # The model may insist on the size of its batch, by whatever error.
         except Exception as e:
             if scaled is batch:

@@ -197,6 +197,7 @@ class Plan:
         padding: padded shape of each parameter with dims that do not divide, see `autopar.passes.pad_dims`.
         overlap: whether collectives are joined and put where kernels hide them, see
             `autopar.passes.collectives.overlap_collectives`: what is in flight takes memory.
+        fused: whether costs are those of kernels that a compiler fuses, see `autopar.rules.shapes.fused_kernels`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -221,6 +222,7 @@ class Plan:
     scatter: Scatter | None = None
     forced_consumer_layouts: tuple[str, ...] = ()
     overlap: bool = False
+    fused: bool = False
 
     @property
     def inner(self) -> Plan:
@@ -272,6 +274,7 @@ class Plan:
         data["stages"] = [list(s.modules) for s in self.stages]
         data["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
         data["overlap"] = self.overlap
+        data["fused"] = self.fused
         data["scatter"] = None if self.scatter is None else asdict(self.scatter)
         data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
@@ -448,6 +451,7 @@ class _File:
     stages: tuple[tuple[str, ...], ...]
     microbatches: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1
     overlap: bool = False
+    fused: bool = False
     pipeline: Pipeline | None = None
     scatter: Scatter | None = None
     padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

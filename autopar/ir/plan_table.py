@@ -164,6 +164,8 @@ def _totals(plan: Plan) -> RenderableType:
         rows.append((f"axis {name} ({size})", f"{sent} sent per device; {kinds or 'no collectives'}"))
     if plan.overlap:
         rows.append(("overlap", "collectives of a block together, ahead of and beside kernels"))
+    if plan.fused:
+        rows.append(("kernels", "fused between collectives, as compile=True runs them"))
     memory = predicted.memory_bytes
     # Known categories first, in a fixed order.
     order = [name for name in CATEGORIES if name in memory] + [name for name in memory if name not in CATEGORIES]

@@ -196,6 +196,8 @@ class Program:
         total: how the loss is made, where it is a result of the graph and none of the model.
         guards: what must hold of a call's floats for the graph to serve it.
         draws_in_kernels: what dropout in attention keeps takes no memory, as on GPUs.
+        fused: a compiler puts pointwise operators and reductions that follow each other into one kernel, and costs are
+            counted so.
     """
 
     graph: fx.GraphModule
@@ -215,6 +217,7 @@ class Program:
     total: Total | None = None
     guards: tuple[Guard, ...] = ()
     draws_in_kernels: bool = False
+    fused: bool = False
 
     @property
     def microbatches(self) -> int:

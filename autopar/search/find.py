@@ -34,7 +34,7 @@ WITHIN_AXES = 2
 """So are, on up to this many axes, layouts and what is saved, where a budget binds."""
 
 HOPELESS = 1.25
-"""Where the plan of least memory needs this multiple of the budget without anything in flight, no other is looked for."""
+"""Where the plan of least memory needs this multiple of the budget with nothing in flight, no other is looked for."""
 
 ROUNDS = 4
 """At most so many weights of kernels and communication are tried."""

@@ -146,7 +146,8 @@ def _with_states(
     def is_view(node: fx.Node) -> bool:
         return dims.operators[node].rule.view
 
-    recompute = find_recomputed(program, in_forward | not_saved_relaid, not_saved, not_saved_relaid, per_use, is_view)
+    moved_again = not_saved_relaid | _moved_for_recomputed(program, assignment, not_saved)
+    recompute = find_recomputed(program, in_forward | not_saved_relaid, not_saved, moved_again, per_use, is_view)
     offload = find_offloaded(program, sent, sent_relaid, recompute, in_forward & set(moves))
     inputs = zip(program.placeholders, program.inputs, strict=True)
     states = frozenset(i.name for n, i in inputs if i.kind == "parameter" and named(plan.offload, n))
@@ -155,6 +156,23 @@ def _with_states(
         assignment, recompute=recompute, offload=replace(offload, states=states), hoisted=hoisted,
         hoisted_consumer_layouts=hoisted_layouts,
     )  # fmt: skip
+
+
+def _moved_for_recomputed(program: Program, assignment: Assignment, not_saved: Collection[fx.Node]) -> set[Value]:
+    """Values without a consumer layout that a recomputed operator reads in another layout than they have.
+
+    They are moved once more: what the forward pass has moved would be saved as moved, which no state says.
+    """
+    backward = {s for node, sources in program.sources.items() if is_backward(node) for s in sources}
+    others = (
+        backward | assignment.consumer_layouts.keys() | {producer(v) for v in program.output_values if v is not None}
+    )
+    return {
+        source
+        for node in not_saved
+        for source, layout in zip(program.sources[node], assignment.inputs[node], strict=True)
+        if source not in others and not is_backward(source[0]) and layout != assignment.outputs[source]
+    }
 
 
 def _only_backward_reads(program: Program, classes: LayerClasses, value: tuple[str, int]) -> bool:

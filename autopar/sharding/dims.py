@@ -23,6 +23,7 @@ from autopar.rules.discover.search import discover
 from autopar.rules.discover.trials import DiscoveryCall
 from autopar.rules.routed import routed_values
 from autopar.rules.rule import Rule, Spec, find_rule, letter_sizes
+from autopar.rules.shapes.fused_kernels import Fused, fused_operators
 from autopar.rules.shapes.known_strides import likely_copies
 from autopar.sharding.factor_classes import FactorClasses
 from autopar.sharding.factor_names import factor_names
@@ -56,6 +57,7 @@ class Operator:
         inputs: types of the tensor arguments.
         outputs: types of the outputs, None for one that does not exist.
         copied: numbers of the tensor arguments that have not the strides that the kernel asks for, and are copied.
+        fused: what it moves, if a compiler puts it into one kernel with others.
         arguments: positional and keyword arguments of the call, `TENSOR` for each tensor.
     """
 
@@ -64,6 +66,7 @@ class Operator:
     inputs: tuple[TensorType, ...]
     outputs: tuple[TensorType | None, ...]
     copied: tuple[int, ...] = ()
+    fused: Fused | None = None
     arguments: tuple[Any, Any] = ((), {})
 
     def call(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -131,6 +134,7 @@ def _analyze(program: Program) -> Dims:
         experts = 0 if order.itself else int(cast(int, order.sort.args[2]))
         types[value] = replace(types[value], routed=tuple(sorted(order.dims)), experts=experts)
     copied = likely_copies(program).arguments
+    fused = fused_operators(program, lambda node: equations[program.calls[node]][0]) if program.fused else {}
     shared: dict[Any, Operator] = {}
     operators = {}
     for node, call in program.calls.items():
@@ -139,10 +143,11 @@ def _analyze(program: Program) -> Dims:
             types[v] for v in (*program.sources[node], *((node, i) for i in range(len(call.outputs)))) if v in types
         ]
         kinds = tuple((type_.drawn, type_.routed, type_.experts) for type_ in known)
-        key = (call, _pattern(program.sources[node], node, expanded, factors.size), copied.get(node, ()), kinds)
+        pattern, own = _pattern(program.sources[node], node, expanded, factors.size), fused.get(node)
+        key = (call, pattern, copied.get(node, ()), own, kinds)
         if key not in shared:
             found = _operator(node, equations[call], program.sources[node], expanded, factors.size, types)
-            shared[key] = replace(found, copied=copied.get(node, ()))
+            shared[key] = replace(found, copied=copied.get(node, ()), fused=own)
         operators[node] = shared[key]
     return Dims(types, operators)
 

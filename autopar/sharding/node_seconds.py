@@ -19,28 +19,28 @@ class NodeSeconds:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._known: dict[tuple[object, tuple[str, ...]], tuple[float, bool]] = {}
+        self._known: dict[tuple[object, tuple[str, ...]], tuple[float, float]] = {}
 
     def collective(self, made: Collective) -> float:
         """Seconds of a collective, its launch included."""
         return self.machine.seconds(made)
 
-    def kernel(self, node: fx.Node) -> tuple[float, bool]:
-        """Seconds of a node's kernel, and whether it has one."""
+    def kernel(self, node: fx.Node) -> tuple[float, float]:
+        """Seconds of a node's kernel, and how many kernels are launched for it: none if it is in that of another."""
         device, operator, names = self.machine.device, info(node).operator, info(node).strategy
         # What passes have inserted, such as slices and casts: no rule of the plan says what it costs. Views copy where
         # strides do not let them show their argument.
         if operator is None or operator.rule.view:
             work = emitted_work(node)
             if work is None:
-                return 0.0, False
+                return 0.0, 0.0
             dtypes = (str(v.dtype).removeprefix("torch.") for v in values_of(node) if v is not None)
             dtype = next((d for d in dtypes if d in device.flops), "float32")
-            return float(kernel_seconds(work, dtype, device)[0]), True
+            return float(kernel_seconds(work, dtype, device)[0]), 1.0
         if (operator, names) not in self._known:
             chosen = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
             # Copies of its inputs have nodes of their own.
             kernel = operator_work(operator, chosen, self.machine.sizes)
             seconds = float(kernel_seconds(kernel, arithmetic_dtype(operator, device), device)[0])
-            self._known[operator, names] = seconds, bool(kernel.launches[0])
+            self._known[operator, names] = seconds, float(kernel.launches[0])
         return self._known[operator, names]

@@ -35,7 +35,7 @@ def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]
     if operator.rule.view:
         return stream(np.zeros(count))
     moved, parts = _moved(operator, chosen, sizes), _parts(chosen, sizes)
-    if operator.rule.between and not any(t.drawn for t in operator.inputs):
+    if operator.rule.between and operator.fused is None and not any(t.drawn for t in operator.inputs):
         moved = moved + operator.rule.between / _product_of(parts, operator.rule.letters, count)
     # The work is shared by as many devices as split any letter; along a replicated axis all do the same.
     flops = operator.rule.flops / _product_of(parts, operator.rule.letters, count)
@@ -47,6 +47,8 @@ def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]
         shape = [math.prod(length[c] for c in letters) / _product_of(parts, letters, count) for letters in found]
     rows, columns, depth, batch = shape
     launches = np.where((moved > 0) | (flops > 0), 1.0, 0.0)
+    if operator.fused is not None and not operator.fused.launches:
+        launches = np.zeros(count)
     return Work(flops, moved, rows, columns, depth, batch, launches)
 
 
@@ -118,9 +120,13 @@ def _product_of(parts: dict[str, Floats], letters: str | tuple[str, ...], count:
 
 def _moved(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Floats:
     total = np.zeros(len(chosen.choice))
-    for side, types in (("inputs", operator.inputs), ("outputs", operator.outputs)):
+    fused = operator.fused
+    for side, types, moved in (
+        ("inputs", operator.inputs, None if fused is None else fused.reads),
+        ("outputs", operator.outputs, None if fused is None else fused.writes),
+    ):
         for i, type_ in enumerate(types):
-            if type_ is not None:
+            if type_ is not None and (moved is None or i in moved):
                 total += _bytes(type_, side, i, chosen, sizes)
     return total
 

@@ -128,9 +128,9 @@ class _Emitted:
         elif node.target in (to_host, to_device):
             self._append(node, COMPUTE, float(copy_seconds(node.meta["val"].nbytes, device)), COPY, (), self.host)
         else:
-            seconds, launched = self.seconds.kernel(node)
-            if launched:
-                self._append(node, COMPUTE, seconds, COMPUTE, (), self.host)
+            seconds, launches = self.seconds.kernel(node)
+            if seconds or launches:
+                self._append(node, COMPUTE, seconds, COMPUTE, (), launches * self.host)
             else:
                 self.made_by[node] = max(sources, default=0)
 

@@ -89,6 +89,7 @@ def predict_hybrid(
     loss: Loss = None,
     optimizer: str = "adamw",
     precision: Precision | None = None,
+    compile: bool = False,
     time_limit: float = 60.0,
     progress: Progress | None = None,
 ) -> Hybrid:
@@ -110,6 +111,7 @@ def predict_hybrid(
         loss: which scalar of the output is the loss.
         optimizer: whose state is stored and updated.
         precision: as for `autopar.plan`.
+        compile: as for `autopar.plan`.
         time_limit: seconds for the solver, which decides what the recipe leaves open.
         progress: called with ``(phase, incumbent, bound)``.
 
@@ -122,7 +124,7 @@ def predict_hybrid(
     own, microbatches = _microbatch(batch, sizes["data"], microbatch)
     training = Training(None, sizes["stage"], microbatches, sizes["data"], recompute, optimizer, virtual)
     order(schedule, training.stages, microbatches, virtual)  # raises before the model is captured
-    program, layers = _captured(model, own, loss_fn, loss, precision)
+    program, layers = _captured(model, own, loss_fn, loss, precision, compile)
     training = replace(training, layers=layers)
     # On one tensor rank there is nothing for a recipe to lay out.
     search = Search(recipe=recipe if sizes["tensor"] > 1 else None, padding=False, time_limit=time_limit)
@@ -168,20 +170,24 @@ def _simulated_step(
 
 
 def _captured(
-    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, loss: Loss, precision: Precision | None
+    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, loss: Loss, precision: Precision | None, fused: bool
 ) -> tuple[Program, int | None]:
     """The program of two layers and how many there are, or that of the whole model and None."""
     # Two layers tell all: the second is like every further one.
     short = shorten(model)
+
+    def made(model: nn.Module) -> Program:
+        return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=fused)
+
     if short.layers is None:
         logger.info("captured whole, layer by layer: %s", short.reason)
     try:
-        return program_of(short.model, batch, loss_fn=loss_fn, loss=loss, precision=precision), short.layers
+        return made(short.model), short.layers
     except CaptureError as e:
         if short.layers is None:
             raise
         logger.info("captured whole, layer by layer: the capture of two layers fails: %s", e)
-    return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision), None
+    return made(model), None
 
 
 def _check_budget(needed: Mapping[str, float], budget: float, recompute: str) -> None:

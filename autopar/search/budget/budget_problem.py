@@ -167,7 +167,8 @@ class BudgetProblem:
     def space(self) -> str:
         """The plans that the certificate's bound is about, in words."""
         hidden = ", hidden behind the kernels of their blocks where these take longer" if self.weights else ""
-        return _space(self.job.search, f"{hidden}, on {self.job.cluster.name}", self.regions, self.offload)
+        fused = ", kernels fused" if self.program.fused else ""
+        return _space(self.job.search, f"{fused}{hidden}, on {self.job.cluster.name}", self.regions, self.offload)
 
 
 def peak_bytes(plan: Plan) -> float:
