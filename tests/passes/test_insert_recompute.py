@@ -21,11 +21,13 @@ from autopar.passes.rng import replay as replay_random
 from autopar.runtime.step.bind import bind
 from autopar.runtime.step.partition import cut
 from autopar.search.options import Search
+from autopar.search.peak import saved_for_backward
 from autopar.search.predict import predict
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 from autopar.verify.emulate import census, emulate
 from autopar.verify.verify import compare, global_values
+from tests.plans import hand_plan
 
 AXES = {"a": 2}
 
@@ -166,3 +168,36 @@ def test_what_is_moved_for_each_user_does_not_wait() -> None:
     assert gathers[1] > gathers[0]
     report = compare(program, rewrite(program, each, passes=DETERMINISTIC_PASSES), each, values, torch.float64)
     assert report.max_error < 1e-12
+
+
+class Gathered(nn.Module):
+    """What ``up`` makes has one reader, which may take it as a whole while it is made in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))).square().sum()
+
+
+def test_what_a_recomputed_operator_reads_is_moved_again_and_saved_as_it_was_made() -> None:
+    """A gather for the first time only would be saved, which the search neither prices nor counts."""
+    model, batch = Gathered(), (torch.randn(4, 8),)
+    program = program_of(model, batch)
+    dims, values = analyze(program), global_values(program, model, batch)
+    nodes = {str(n.target).split(".")[1]: n.name for n in reversed(program.sources)}
+    plan = hand_plan(program, AXES, {nodes["mm"]: "m.0"})
+    again = with_again(program, plan, "tanh")
+    saved, gathers = [], []
+    for each in (plan, again):
+        local = rewrite(program, each)
+        found = predict(program, dims, each).predicted.collectives["a"]
+        assert found == {kind: count for kind, (count, _) in sorted(census(local)["a"].items())}
+        gathers.append(found["all_gather"])
+        saved.append(saved_for_backward(local, each))
+        report = compare(program, rewrite(program, each, passes=DETERMINISTIC_PASSES), each, values, torch.float64)
+        assert report.max_error < 1e-12
+    assert gathers[1] == gathers[0] + 1
+    assert saved[0] - saved[1] == 4 * (4 * 16 - 4 * 16 // 2)  # instead of tanh's result, half of its argument

@@ -2,21 +2,21 @@
 
 A compiler such as inductor computes pointwise operators, and reductions over the last dims, of values of one size in
 one loop: what one of them makes for another stays in registers. What is counted of a kernel is what crosses its
-boundary.
+boundary. Kernels end where a repeated block of the model does, as the regions that are compiled do.
 Matrix products, attention, convolutions and collectives are kernels by themselves; so are reductions over other dims,
 whose loops run in another order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from autopar._torch_compat import OpOverload
-from autopar.ir.graph import Value, is_backward, producer, tensor_arguments, values_of
+from autopar.ir.graph import Value, block_of, is_backward, module_path, producer, tensor_arguments, values_of
 from autopar.ir.program import Program
 from autopar.rules.rule import Rule
 from autopar.rules.shapes.kernel_shapes import called
@@ -86,25 +86,28 @@ class _Kernels:
         before = 0
         for maker in makers:
             before |= self.behind.get(maker, 0)
-        size = _loop(node)
-        if size and not self.rule(node).view:
-            self.of[node] = own = self._joined(node, makers, size)
+        if _loop(node) and not self.rule(node).view:
+            self.of[node] = own = self._joined(node, makers)
             self.members[own].append(node)
             before |= 1 << own
         self.behind[node] = before
 
-    def _joined(self, node: fx.Node, makers: Iterable[fx.Node], size: int) -> int:
+    def _joined(self, node: fx.Node, makers: Sequence[fx.Node]) -> int:
         """The number of the kernel that an operator is in, perhaps a new one."""
-        makers = list(makers)
         for maker in makers:
             kernel = self.of.get(maker)
-            if kernel is None or _loop(self.members[kernel][0]) != size or is_backward(maker) != is_backward(node):
+            if kernel is None or not self._alike(self.members[kernel][0], node):
                 continue
             # What joins a kernel later may depend on more than its first members do: this is a cost, not an order.
             if not any(self.behind.get(m, 0) >> kernel & 1 for m in makers if self.of.get(m) != kernel):
                 return kernel
         self.members.append([])
         return len(self.members) - 1
+
+    def _alike(self, node: fx.Node, other: fx.Node) -> bool:
+        """Whether two operators run over as many elements, in one block and in one pass."""
+        blocks = [block_of(module_path(n), self.program.blocks) for n in (node, other)]
+        return _loop(node) == _loop(other) and is_backward(node) == is_backward(other) and blocks[0] == blocks[1]
 
     def fused(self) -> dict[fx.Node, Fused]:
         users: dict[Value, list[fx.Node]] = {}
