@@ -71,8 +71,8 @@ def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | No
         if job.memory is None or e.least is None:
             raise
         # What is in flight takes memory, too: perhaps collectives that are waited for one by one fit.
-        waiting, _ = BudgetProblem.of(program, dims, classes, job).measured(replace(e.least, overlap=False))
-        if peak_bytes(waiting) > HOPELESS * job.memory:
+        alone = BudgetProblem.of(program, dims, classes, job)
+        if alone.impossible or peak_bytes(alone.measured(replace(e.least, overlap=False))[0]) > HOPELESS * job.memory:
             raise
     return _plain(program, dims, job, classes)
 

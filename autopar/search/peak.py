@@ -6,7 +6,8 @@ that would be emitted: it is rewritten as for running, but not verified, and `au
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -102,6 +103,14 @@ def state_bytes(program: Program, optimizer: str, *, gradients: bool = True) -> 
                 size += (size if gradients else 0.0) + optimizer_state_bytes(optimizer, value.numel(), item)
             found[spec.name] = size * (len(program.repeat.names(spec.name)) if program.repeat else 1)
     return found
+
+
+def least_state(program: Program, optimizer: str, axes: Mapping[str, int]) -> float:
+    """Bytes of parameters, gradients and optimizer state that some device has when the optimizer steps, at least.
+
+    Every plan has all of them on the devices then, also what was in host memory before.
+    """
+    return sum(state_bytes(program, optimizer).values()) / math.prod(axes.values())
 
 
 def optimizer_bytes(program: Program, optimizer: str) -> dict[str, float]:

@@ -22,7 +22,7 @@ from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.options import Job, Search
 from autopar.search.overlap.weights import Weights
-from autopar.search.peak import optimizer_bytes, peak_of, saved_for_backward, state_bytes, unverified
+from autopar.search.peak import least_state, optimizer_bytes, peak_of, saved_for_backward, state_bytes, unverified
 from autopar.search.pipeline.stage_peak import peak_in_stages
 from autopar.search.read_plan import plan_of
 from autopar.search.solver.certify import Claim
@@ -162,6 +162,12 @@ class BudgetProblem:
             saved = saved_for_backward(unverified(self.program, plan), plan)
             return {"parameters": sum(self.state.values()), "activations": saved}
         return peak_of(self.program, plan, self.classes)
+
+    @cached_property
+    def impossible(self) -> bool:
+        """Whether parameters, gradients and optimizer state alone exceed the budget, however they are split."""
+        job = self.job
+        return self.whole and job.memory is not None and job.memory < least_state(self.program, job.optimizer, job.axes)
 
     @property
     def space(self) -> str:

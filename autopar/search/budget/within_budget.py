@@ -28,6 +28,9 @@ from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Solution, evaluate
 
+FAR = 1.25
+"""Where a further constraint leads to no less than this multiple of the budget, no more constraints are tried."""
+
 POINTS = 3
 """At most this many program points have a constraint."""
 
@@ -162,6 +165,8 @@ def _fitting(searched: BudgetProblem, saved: MemoryConstraint, bound: float, met
         bound = found
         better = least is None or peak_bytes(plan) < CLOSE * peak_bytes(least)
         least = lesser(least, plan)
+        if not better and (searched.impossible or peak_bytes(least) > FAR * memory):
+            break
         if not constraints and not on_device and (better or not capped) and not searched.limits.expired():
             # What is left over is transient: half of what the largest operator works on may not be live at a time.
             smaller = saved.narrowed(replace(saved.memory, working=working / 2))

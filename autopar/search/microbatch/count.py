@@ -12,6 +12,7 @@ from autopar.search.finished_plan import joint_certificate
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job
 from autopar.search.padding import best_padded
+from autopar.search.peak import least_state
 from autopar.search.solver.highs import requested
 
 WORTH = 0.98
@@ -58,6 +59,7 @@ def best_count(program: Program, job: Job) -> Plan:
         except InfeasibleError as e:
             # A number of microbatches that needs hardly less than the one before is the last: more will not fit either.
             less = e.needed is not None and (error is None or e.needed < WORTH * (error.needed or 0.0))
+            less = less and (job.memory is None or least_state(program, job.optimizer, job.axes) <= job.memory)
             if best is not None or not less:
                 error = error or e
                 break
