@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autopar.ir.precision import Precision
     from autopar.parallelize import parallelize
     from autopar.rules.rule import Lowering, Rule, Spec, rule
+    from autopar.runtime.launch.mesh import mesh
     from autopar.search.options import Search
     from autopar.verify.verify import EquivalenceReport, verify
 
@@ -60,6 +61,7 @@ __all__ = [
     "Search",
     "Spec",
     "VerifyError",
+    "mesh",
     "parallelize",
     "plan",
     "rule",
@@ -75,6 +77,7 @@ _MODULES = {
     "autopar.ir.precision": "Precision",
     "autopar.parallelize": "parallelize",
     "autopar.rules.rule": "Lowering Rule Spec rule",
+    "autopar.runtime.launch.mesh": "mesh",
     "autopar.search.options": "Search",
     "autopar.verify.verify": "EquivalenceReport verify",
 }

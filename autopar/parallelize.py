@@ -22,12 +22,17 @@ from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.signature.outputs import Loss
+from autopar.module.lengths import Lengths, lengths_kind, plan_ahead
+from autopar.module.metrics import watch
 from autopar.module.parallel_module import ParallelModule, parallel_module
+from autopar.module.progress import INTERVAL, Spoken, print_metrics
 from autopar.runtime.compiled.backend import Compile, backend_of, no_backend
 from autopar.runtime.compiled.compiler import Compiler
 from autopar.runtime.compiled.interpreter import Interpreter
 from autopar.runtime.devices import cluster_of_device, reserve_of_device
+from autopar.runtime.launch.environment import is_told
 from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes
+from autopar.runtime.observer import Observer
 from autopar.runtime.state.materialize import Init
 from autopar.runtime.state.optimizer_layouts import optimizers_of
 from autopar.runtime.state.parameters import distribute_parameters
@@ -55,6 +60,7 @@ def parallelize(
     init: Init | None = None,
     check: bool = False,
     compile: Compile = None,
+    lengths: Lengths | None = None,
 ) -> ParallelModule:
     """Distribute a model over a mesh; every rank calls it with the same model.
 
@@ -93,6 +99,10 @@ def parallelize(
         compile: ``True`` or ``"inductor"``: the local graphs are compiled by inductor, when they first run, between
             collectives, which stay as they are; blocks that are alike are compiled once. Or a backend as
             `torch.compile` takes them: ``(graph_module, example_inputs) -> callable``. Default: nothing is compiled.
+        lengths: of sequences that will come: their graphs are made ahead, in the mode that the model is in, so that no
+            step waits for them. The dims of the batch that have the length are those of one size that are no samples
+            and belong to no parameter; where there are several sizes, ``{("batch.0", 1): [512, 1024]}`` says which:
+            a batch tensor by its number, a dim of it, and its lengths.
 
     Raises:
         VerifyError: the plan does not compute what the model does; names the first difference.
@@ -110,7 +120,10 @@ def parallelize(
         init=(init, optional(PATH if not callable(init) else FUNCTION)),
         check=(check, FLAG),
         compile=(compile, optional(no_backend)),
+        lengths=(lengths, optional(lengths_kind)),
     )
+    if lengths is not None and batch is None:
+        raise ValueError("lengths= needs batch=, an example whose sequences are brought to these lengths: pass it")
     _check_arguments(model, inputs)
     if mesh is not None and search is not None and plan is None:
         search.require_axes(dict(axes_of(mesh)))
@@ -136,11 +149,16 @@ def parallelize(
         deterministic=deterministic or mesh is None, loss=loss, precision=policy, check=check,
         compiler=Interpreter(context.device) if backend is None else Compiler(backend, speaks),
         fused=compile is True or compile == "inductor",  # of another backend nobody knows what it fuses
+        observer=Spoken(is_told()) if speaks else Observer(),
     )  # fmt: skip
     distribute_parameters(model, context)
     parallel = parallel_module(model, context, options, init)
+    if speaks and is_told():
+        watch(parallel, print_metrics, seconds=INTERVAL)
     if batch is not None:
         parallel.specialize(batch)
+    if lengths is not None:
+        plan_ahead(parallel._autopar, batch, lengths)
     return parallel
 
 

@@ -29,6 +29,7 @@ from autopar.runtime.agreement.same_program import collective_order, require_sam
 from autopar.runtime.compiled.executable import Executables
 from autopar.runtime.dtensor import Placements, from_placements
 from autopar.runtime.mesh import MeshContext, with_axes
+from autopar.runtime.observer import CAPTURE, REWRITE, SEARCH, Observer
 from autopar.runtime.state.parameters import plain_parameters
 from autopar.runtime.step.build import build_step
 from autopar.runtime.step.step import Step
@@ -57,6 +58,7 @@ class CompileOptions:
         check: a plan is compared with the eager model before its first step.
         compiler: makes what runs in the place of local graphs; None: they run as they are.
         fused: it fuses kernels, and costs are counted so.
+        observer: is told what happens before a first step.
     """
 
     cluster: Cluster
@@ -72,6 +74,7 @@ class CompileOptions:
     check: bool = False
     compiler: Executables[Any] | None = None
     fused: bool = False
+    observer: Observer = field(default_factory=Observer)
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -153,21 +156,26 @@ def specialize(
         RankError: the ranks disagree, or one does not answer.
     """
     # Each phase that may fail on one rank alone ends in a meeting of all ranks, so that none waits for a failed one.
-    program = context.together(lambda: _capture(model, request, options, context), "capturing the model")
-    require_same_program(program, request.shapes, weights, context)
+    observer = options.observer
+    with observer.phase(CAPTURE):
+        program = context.together(lambda: _capture(model, request, options, context), "capturing the model")
+        require_same_program(program, request.shapes, weights, context)
     # Another Python state of the model need not mean another graph.
     for other in known:
         if same_graph(program, other.program):
             return replace(other, program=program)
     # As plain data: a broadcast pickles it, which depends on classes otherwise.
-    data, claimed = context.decide(
-        lambda: _as_data(plan_again(program, request, options, context, placements)), "the plan, which rank 0 searches"
-    )
+    with observer.phase(SEARCH):
+        data, claimed = context.decide(
+            lambda: _as_data(plan_again(program, request, options, context, placements)),
+            "the plan, which rank 0 searches",
+        )
     plan = Plan.from_dict(data)
     plan = replace(plan, certificate=replace(plan.certificate, claimed=claimed))
-    context = with_axes(context, plan.axes)
-    local, step, order = context.together(lambda: _build(program, plan, options, context), "rewriting the graph")
-    context.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
+    with observer.phase(REWRITE):
+        context = with_axes(context, plan.axes)
+        local, step, order = context.together(lambda: _build(program, plan, options, context), "rewriting the graph")
+        context.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
     part = microbatch_program(program, plan.microbatches, deterministic=options.deterministic)
     offloaded = graph_info(local.graph).offloaded_states
     return Specialization(program, part, plan, step, context, _seed(step.program, options, context), offloaded)
@@ -323,6 +331,7 @@ def _search(
         return solve(
             program, dict(context.axes), options.cluster, memory=options.memory, optimizer=options.optimizer,
             search=search, restrictions=limits, deterministic=options.deterministic, factored=factored,
+            progress=options.observer.searching,
         )  # fmt: skip
 
     try:

@@ -1,7 +1,7 @@
 """The ``autopar`` command.
 
 Exit codes: 0 done; 1 `verify` or `diff` found a difference, or `ops --coverage` a wrong rule; 2 wrong input or a model
-that cannot be planned; 3 nothing fits; 130 Ctrl-C.
+that cannot be planned; 3 nothing fits; 130 Ctrl-C. `run` has the exit code of its script.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from autopar.cli.check import check_command
 from autopar.cli.explain import diff_command, explain_command
 from autopar.cli.machine import calibrate_command, doctor_command, ops_command
 from autopar.cli.plan import plan_command
+from autopar.cli.run import run_command
 from autopar.cli.simulate import simulate_command
 from autopar.cli.verify import verify_command
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "run": run_command,
     "plan": plan_command,
     "explain": explain_command,
     "diff": diff_command,
@@ -41,7 +43,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "ops": ops_command,
 }
 for name, command in COMMANDS.items():
-    app.command(name)(command)
+    # What follows the name of a script are options of the script.
+    app.command(name, context_settings={"allow_interspersed_args": name != "run"})(command)
 
 
 def _print_version(wanted: bool) -> None:

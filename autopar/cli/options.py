@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.runtime.launch.environment import parse_axes as parse_axes
 
 # torch takes a second to import: a command imports what needs it in its own body, so that --help is fast.
 
@@ -106,27 +107,6 @@ def clear_errors(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt as error:
         typer.echo("stopped", err=True)
         raise typer.Exit(STOPPED) from error
-
-
-def parse_axes(text: str) -> dict[str, int]:
-    """Axes from ``node=32,gpu=8``.
-
-    Raises:
-        ValueError: a part is not NAME=SIZE, a size is not a positive integer, or a name is repeated.
-
-    >>> parse_axes("node=32, gpu=8")
-    {'node': 32, 'gpu': 8}
-    """
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (piece.strip() for piece in part.partition("="))
-        # isdigit alone is true of superscripts, which int() refuses.
-        if not name or not size.isascii() or not size.isdigit() or int(size) < 1:
-            raise ValueError(f"--axes {text!r}: {part.strip()!r} is not NAME=SIZE; write for example node=32,gpu=8")
-        if name in axes:
-            raise ValueError(f"--axes {text!r} names axis {name!r} twice; give each axis a name of its own")
-        axes[name] = int(size)
-    return axes
 
 
 def pipeline_pins(

@@ -40,6 +40,7 @@ def deep_copy(module: ParallelModule, memo: dict[int, Any]) -> ParallelModule:
     new = memo[id(module)] = object.__new__(type(module))
     memo[id(old.cache)] = old.cache.copy()
     memo[id(old.deferred)] = DeferredReduction(new.named_parameters)  # no gradient of the copy is deferred
+    memo[id(old.meters)] = []  # they count what the original does
     # Both refer to the original's tensors by identity, and are made anew below.
     memo[id(old.offloaded)] = memo[id(old.slots)] = None
     new.__dict__.update(copy.deepcopy(module.__dict__, memo))

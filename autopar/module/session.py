@@ -24,11 +24,13 @@ from autopar.ir.ops.random import derive_seed, step_seed
 from autopar.ir.plan import Plan
 from autopar.ir.signature import binding, pytree
 from autopar.module.check_first import check_first
+from autopar.module.metrics import Meter
 from autopar.module.specialization_cache import SpecializationCache
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING, Details, described
 from autopar.runtime.agreement.same_program import require_same_contents
 from autopar.runtime.dtensor import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
 from autopar.runtime.mesh import MeshContext
+from autopar.runtime.observer import VERIFY
 from autopar.runtime.state.materialize import Init, materialize, uninitialized
 from autopar.runtime.state.optimizer_layouts import lay_out_states_of
 from autopar.runtime.state.optimizer_offload import OffloadedStates
@@ -76,6 +78,7 @@ class Session:
         described: the key of the latest call, in words.
         offloaded: optimizer state in host memory.
         family: this and its copies.
+        meters: count what is computed.
     """
 
     def __init__(self, model: nn.Module, context: MeshContext, options: CompileOptions, init: Init | None) -> None:
@@ -96,6 +99,7 @@ class Session:
         self.offloaded: OffloadedStates | None = None
         # Weak: an averaged copy that nobody uses any more must not live on for its original.
         self.family: list[weakref.ref[Session]] = [weakref.ref(self)]
+        self.meters: list[Meter] = []
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
@@ -111,6 +115,8 @@ class Session:
         self._compare_contents(key, tensors)
         self._check(found, request, tensors)
         step = found.step
+        for meter in self.meters:
+            meter.calling()
         named = self.slots.inventory(compare=known is None).parameters
         # The step writes into these in place; where the model assigns a new tensor, it replaces the entry.
         before = {**self.slots.state_tensors(), **{n: to_local(named[n]) for n in found.written}}
@@ -129,6 +135,8 @@ class Session:
         call = Call(step, buffers, [t.to(self.context.device) for t in batch], self.deferred, name, passed)
         with self._random_numbers(found):
             results = run(call, [named[n] for n in step.parameters], [tensors[int(i)] for i in passed])
+        for meter in self.meters if step.trains else ():
+            meter.called(found)
         self._write_state(found, results, {n: b for n, b in buffers.items() if b is not before[n]})
         return pytree.unflatten(found.program.skeleton, results, skeleton.numbers)
 
@@ -147,13 +155,28 @@ class Session:
 
     def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
+        request = self.request_of(batch)
+        self._check(self.specialize_request(request), request, binding.flatten(self.original, batch)[0])
+
+    def request_of(self, batch: Any) -> Request:
+        """The call with a global batch."""
         tensors, skeleton = binding.flatten(self.original, batch)
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        request = Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors))
+        return Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors))
+
+    def specialize_request(self, request: Request) -> Specialization:
+        """Build the graphs for a call with whole tensors, unless there are some; a collective call."""
+        if self.options.inputs == "local" and self.first is not None:
+            # Layouts of the batch are decided: each rank will pass its rows, as in a call.
+            split = {
+                i: bool(shape) and self._splits(i, len(request.shapes)) for i, (shape, _) in enumerate(request.shapes)
+            }
+            whole = replicated(len(self.context.axes))
+            request = replace(request, rows={i: self._rows() if is_split else whole for i, is_split in split.items()})
         self.slots.inventory()
         key = self._key(request)
         _, known = self._agreed("specialize()", key, request)
-        self._check(self._specialized(request, key, known), request, tensors)
+        return self._specialized(request, key, known)
 
     @property
     def plan(self) -> Plan:
@@ -276,10 +299,13 @@ class Session:
             options = replace(options, search=search)
         # Taken before the capture, which runs the model's Python code; whether constants count, the program says after.
         states = {c: self.slots.signature(c) for c in (False, True)}
-        found = specialize(
-            self.original, request, options, self.context,
-            placements=placements, weights=weights, known=others,
-        )  # fmt: skip
+        with options.observer.specializing():
+            found = specialize(
+                self.original, request, options, self.context,
+                placements=placements, weights=weights, known=others,
+            )  # fmt: skip
+        if first:
+            options.observer.planned(found.plan)
         # Copies that were made before get the same layouts: averages of weights combine their parameters.
         for member in [m() for m in self.family] if first else ():
             if member is not None:
@@ -314,7 +340,8 @@ class Session:
             t if t.shape == request.shapes[i][0] else self._gatherable(t, request, i) for i, t in enumerate(tensors)
         ]
         whole = [full_tensor(t).requires_grad_(i in request.differentiable) for i, t in enumerate(gatherable)]
-        check_first(self.original, found, request, whole, self.options, self.types(), self._placements())
+        with self.options.observer.specializing(), self.options.observer.phase(VERIFY):
+            check_first(self.original, found, request, whole, self.options, self.types(), self._placements())
 
     def _key(self, request: Request) -> Any:
         """What the graphs of a call depend on, but for floats and Python state: see `SpecializationCache`."""

@@ -31,10 +31,10 @@ class SearchProgress:
     On a terminal it updates one line; elsewhere it writes a line when the phase changes.
     """
 
-    def __init__(self, console: Console | None = None, delay: float = DELAY) -> None:
+    def __init__(self, console: Console | None = None, delay: float = DELAY, prefix: str = "") -> None:
         self._console = console or Console(file=sys.stderr)
         self._start = time.monotonic()
-        self._delay = delay
+        self._delay, self._prefix = delay, prefix
         self._state = ("capturing", math.inf, 0.0)
         self._spinner = Spinner("dots", text=self)
         self._live: Live | None = None
@@ -59,7 +59,7 @@ class SearchProgress:
             parts.append(f"best plan so far {format_seconds(incumbent)} a step")
             if bound > 0:
                 parts.append(f"gap {format_share(max(0.0, incumbent - bound) / max(incumbent, 1e-300))}")
-        return Text("; ".join(parts))
+        return Text(self._prefix + "; ".join(parts))
 
     def __rich__(self) -> Text:
         """Elapsed time is read again at each refresh."""

@@ -1,0 +1,68 @@
+"""``autopar run``: start a training script on all devices of this machine, or of several."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.cli.options import Debug, clear_errors, parse_axes
+from autopar.runtime.launch.environment import require_world
+
+
+def run_command(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT.py", help="The script, or with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="What the script gets.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes of a node; default: its GPUs, or one.", min=1)
+    ] = None,
+    nnodes: Annotated[int, typer.Option(metavar="N", help="Nodes; start the command on each.", min=1)] = 1,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet: the first, and a free port.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Of the run, the same on all nodes.")] = "autopar",
+    axes: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=SIZE,...", help="Axes of autopar.mesh(); default: node and gpu, as they are."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long processes wait for the others to start.")
+    ] = 600.0,
+    restarts: Annotated[int, typer.Option(metavar="N", help="Start anew so often after a failure.", min=0)] = 0,
+    is_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Run a script in a process for each device; it gets its mesh from autopar.mesh()."""
+    with clear_errors(debug):
+        if not is_module and not Path(script).is_file():
+            raise ValueError(f"no file {script}; autopar run takes a Python file, or -m and the name of a module")
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"--timeout {timeout}: give seconds, more than 0")
+        if (nnodes > 1) != (rendezvous is not None):
+            raise ValueError(
+                f"--nnodes {nnodes} {'needs' if nnodes > 1 else 'takes no'} --rendezvous: the host and port at which "
+                "several nodes meet, such as node0:29500"
+            )
+        processes = nproc or _devices()
+        sizes = None if axes is None else parse_axes(axes)
+        if sizes is not None:
+            require_world(sizes, nnodes * processes, "--axes")
+        from autopar.runtime.launch.agent import Launch, launch
+
+        code = launch(
+            Launch(processes, nnodes, sizes, rendezvous, name if nnodes > 1 else "", timeout, restarts),
+            script,
+            arguments or [],
+            is_module=is_module,
+        )
+        if code:
+            raise typer.Exit(code)
+
+
+def _devices() -> int:
+    """GPUs of this machine; 1 without."""
+    import torch
+
+    return max(1, torch.cuda.device_count())

@@ -1,0 +1,1 @@
+"""How processes of a run are started (`agent`), what each of them runs (`script`), and its mesh (`mesh`)."""

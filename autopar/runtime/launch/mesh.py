@@ -1,0 +1,81 @@
+"""`mesh`: the mesh of this run, as `autopar run` or torchrun has started it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.costs.arguments import AXES as ANY_AXES
+from autopar.costs.arguments import a, optional, require
+from autopar.runtime.launch.environment import AXES, TIMEOUT, parse_axes, require_world
+
+GPU, CPU = "cuda", "cpu"
+
+
+def mesh(axes: Mapping[str, int] | None = None, *, device: str | None = None) -> DeviceMesh | None:
+    """The mesh of all processes of this run; None for a script that was started by itself, which is one device.
+
+    Makes the process group, if there is none, and takes it down when the process ends.
+
+    Args:
+        axes: name and size of each axis, outermost first. Default: those of ``autopar run --axes``; else ``node`` and
+            ``gpu`` (of CPUs, ``cpu``), or the second alone where there is one node.
+        device: ``"cuda"`` or ``"cpu"``; default: GPUs, where there are some.
+
+    Raises:
+        ValueError: the axes are not of as many devices as there are processes, or a node has more processes than GPUs.
+    """
+    require(axes=(axes, optional(ANY_AXES)), device=(device, optional(a(str, '"cuda" or "cpu"'))))
+    if device not in (None, GPU, CPU):
+        raise ValueError(f'device={device!r}: expected "cuda" or "cpu"')
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    kind = device or (GPU if torch.cuda.is_available() else CPU)
+    named = dict(axes) if axes is not None else _axes_of_run(world, kind)
+    require_world(named, world, "axes" if axes is not None else f"{AXES} (of autopar run --axes)")
+    if world == 1 and not dist.is_initialized():
+        return None
+    if kind == GPU:
+        _take_gpu()
+    if not dist.is_initialized():
+        wait = timedelta(seconds=float(os.environ.get(TIMEOUT, 600)))
+        dist.init_process_group("nccl" if kind == GPU else "gloo", timeout=wait)
+        atexit.register(_leave)
+    return init_device_mesh(kind, tuple(named.values()), mesh_dim_names=tuple(named))
+
+
+def _axes_of_run(world: int, kind: str) -> dict[str, int]:
+    """The axes that the launcher names, or one for the nodes and one for the devices of a node."""
+    if text := os.environ.get(AXES):
+        return parse_axes(text, AXES)
+    name, local = "gpu" if kind == GPU else "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    # Links within a node are others than those between nodes; with nodes of several sizes there is no such mesh.
+    return {"node": world // local, name: local} if 1 < local < world and world % local == 0 else {name: world}
+
+
+def _take_gpu() -> None:
+    """Each process of a node uses a GPU of its own.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    local, count = int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0)), 0
+    count = torch.cuda.device_count()
+    if local >= count:
+        raise ValueError(
+            f"local rank {local} has no GPU of its own, as this machine has {count}; start {count} processes a node "
+            '(--nproc), or pass device="cpu" to autopar.mesh()'
+        )
+    torch.cuda.set_device(local)
+
+
+def _leave() -> None:
+    """Take the process group down, unless the process fails: then another rank may never come to that."""
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
