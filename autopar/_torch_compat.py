@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import linecache
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import wraps
@@ -21,6 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.fx.graph_module import _loader as _sources
 from torch.nn.attention import SDPBackend
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils import _pytree
@@ -47,6 +51,8 @@ __all__ = [
     "convert_assigned",
     "default_partition",
     "dtensor_overloads",
+    "forget_fake_results",
+    "forget_source_with",
     "get_decompositions",
     "hooks_of_all_modules",
     "inductor",
@@ -61,6 +67,7 @@ __all__ = [
     "is_transformed",
     "local_shape_of",
     "masks_as_they_are",
+    "new_fake_results",
     "operator_database",
     "pipeline_runtime",
     "put_around_collectives",
@@ -782,3 +789,30 @@ def pipeline_runtime(
         runtime._step_microbatches([()] * microbatches, [{}] * microbatches)
 
     return work
+
+
+def forget_source_with(graph: torch.fx.GraphModule) -> None:
+    """When a graph is gone, the text of its code goes, too, which torch keeps for tracebacks as long as it runs."""
+    weakref.finalize(graph, _forget_source, type(graph)).atexit = False
+
+
+def _forget_source(kind: type[torch.fx.GraphModule]) -> None:
+    # Each graph has a class of its own, whose code is compiled when it first runs.
+    code = getattr(vars(kind).get("forward"), "__code__", None)
+    if code is not None and _sources.eval_cache.pop(code.co_filename, None) is not None:
+        linecache.cache.pop(code.co_filename, None)
+
+
+@contextmanager
+def new_fake_results() -> Iterator[list[Any]]:
+    """The keys under which torch caches results of operators on fake tensors within, which are there at the end."""
+    count = len(FakeTensorMode.cache)
+    keys: list[Any] = []
+    yield keys
+    keys.extend(itertools.islice(FakeTensorMode.cache, count, None))  # in the order in which they came
+
+
+def forget_fake_results(keys: Iterable[Any]) -> None:
+    """Take results out of torch's cache, which keeps all; who asks for them again has them computed again."""
+    for key in keys:
+        FakeTensorMode.cache.pop(key, None)

@@ -24,7 +24,8 @@ from autopar.ir.precision import Precision
 from autopar.ir.program import Program, draws
 from autopar.ir.signature import binding
 from autopar.ir.structure import same_graph
-from autopar.passes import DETERMINISTIC_PASSES, PASSES, Pass
+from autopar.passes import DETERMINISTIC_PASSES, PASSES, Pass, collector_paused
+from autopar.rules.remembered import forget
 from autopar.runtime.agreement.same_program import collective_order, require_same_program
 from autopar.runtime.compiled.executable import Executables
 from autopar.runtime.dtensor import Placements, from_placements
@@ -33,6 +34,7 @@ from autopar.runtime.observer import CAPTURE, REWRITE, SEARCH, Observer
 from autopar.runtime.state.parameters import plain_parameters
 from autopar.runtime.step.build import build_step
 from autopar.runtime.step.step import Step
+from autopar.search.formulation.as_before import strategies_of
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import OFFLOAD, OVERLAP, RECOMPUTE, STAGE_AXIS, Search
@@ -140,6 +142,7 @@ def specialize(
     placements: Mapping[str, Placements] | None,
     weights: str = "",
     known: Sequence[Specialization] = (),
+    before: Specialization | None = None,
 ) -> Specialization:
     """Capture, plan, rewrite, bind and cut; every rank calls it with a batch of the same global shapes.
 
@@ -151,6 +154,8 @@ def specialize(
         placements: of the parameters, which stay; None: they are decided now.
         weights: a checksum that must be the same on every rank.
         known: for the same shapes and modes and another state of the model; one whose graph is the same goes on.
+        before: of another shape, whose operators are split alike where that is possible: a call waits for this plan.
+            None: all is searched.
 
     Raises:
         RankError: the ranks disagree, or one does not answer.
@@ -167,7 +172,7 @@ def specialize(
     # As plain data: a broadcast pickles it, which depends on classes otherwise.
     with observer.phase(SEARCH):
         data, claimed = context.decide(
-            lambda: _as_data(plan_again(program, request, options, context, placements)),
+            lambda: _as_data(plan_again(program, request, options, context, placements, before)),
             "the plan, which rank 0 searches",
         )
     plan = Plan.from_dict(data)
@@ -178,6 +183,7 @@ def specialize(
         context.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
     part = microbatch_program(program, plan.microbatches, deterministic=options.deterministic)
     offloaded = graph_info(local.graph).offloaded_states
+    forget()  # another shape has other operators
     return Specialization(program, part, plan, step, context, _seed(step.program, options, context), offloaded)
 
 
@@ -188,14 +194,17 @@ def _as_data(plan: Plan) -> tuple[dict[str, Any], bool]:
 
 def _build(program: Program, plan: Plan, options: CompileOptions, context: MeshContext) -> tuple[Program, Step, str]:
     """The rewritten program, this rank's step of it, and a hash of its collectives."""
-    local = rewrite(program, plan, passes=options.passes)
+    with collector_paused():
+        local = rewrite(program, plan, passes=options.passes)
     if plan.pipeline is not None and options.deterministic and any(draws(n) for n in local.graph.graph.nodes):
         raise InfeasibleError(
             "random operators of one stage would not advance the generators of the other stages: leave "
             "deterministic=True out, or the pipeline"
         )
     # Of the graph before it is bound: bound graphs name process groups, which have other names on other ranks.
-    return local, build_step(local, plan, context, options.compiler), collective_order(local)
+    with collector_paused():
+        step = build_step(local, plan, context, options.compiler)
+    return local, step, collective_order(local)
 
 
 def _seed(local: Program, options: CompileOptions, context: MeshContext) -> int | None:
@@ -227,7 +236,8 @@ def _capture(model: nn.Module, request: Request, options: CompileOptions, contex
     batch = request.skeleton.fill(fakes)
     # The model's own hooks are called by the parallel module, around the graph; with loss_fn they are inside of it.
     hooks = nullcontext() if options.loss_fn is not None else without_hooks(model)
-    with plain_parameters(model, context.device), hooks:
+    # Graphs are full of cycles that stay alive, as in the search.
+    with plain_parameters(model, context.device), hooks, collector_paused():
         return captured_under(model, batch, options)
 
 
@@ -244,6 +254,7 @@ def plan_again(
     options: CompileOptions,
     context: MeshContext,
     placements: Mapping[str, Placements] | None,
+    before: Specialization | None = None,
 ) -> Plan:
     """A plan for a request: the given one if it fits, else a search, under the layouts that parameters have.
 
@@ -272,7 +283,24 @@ def plan_again(
         if known is not None:
             fixed["batch", str(index)] = known
     fixed.update({("batch", str(index)): layout for index, layout in request.rows.items()})
+    if placements is not None and before is not None and _is_alike(program, before):
+        # A second search, with parameters padded, would be for other layouts of theirs.
+        alike = strategies_of(before.plan, part)
+        try:
+            found = _search(program, fixed, replace(search, padding=False), options, context, first=False, alike=alike)
+        except InfeasibleError:
+            pass
+        else:
+            space = f"operators split as for an earlier shape where possible; {found.certificate.space}"
+            return replace(found, certificate=replace(found.certificate, space=space))
     return _search(program, fixed, search, options, context, first=placements is None)
+
+
+def _is_alike(program: Program, before: Specialization) -> bool:
+    """Whether a program is the same but for its shapes, and its plan may be like that of before."""
+    if before.plan.pipeline is not None or program.training != before.program.training:
+        return False
+    return [n.target for n in program.calls] == [n.target for n in before.program.calls]
 
 
 def _present_layout(name: str, type_: TensorType, present: Placements, search: Search, context: MeshContext) -> Layout:
@@ -320,6 +348,7 @@ def _search(
     context: MeshContext,
     *,
     first: bool,
+    alike: Mapping[str, Sequence[frozenset[str] | None]] = {},
 ) -> Plan:
     local = options.inputs == "local"
     # Stages may take a factor of an axis only while nothing is laid out on the axes of the mesh: no parameter, and no
@@ -327,7 +356,7 @@ def _search(
     factored = first and not local and not layouts and context.spans_world
 
     def planned(fixed: Mapping[tuple[str, str], Layout]) -> Plan:
-        limits = Restrictions(layouts=fixed, data_axes_only=local)
+        limits = Restrictions(layouts=fixed, data_axes_only=local, strategies=alike)
         return solve(
             program, dict(context.axes), options.cluster, memory=options.memory, optimizer=options.optimizer,
             search=search, restrictions=limits, deterministic=options.deterministic, factored=factored,

@@ -18,6 +18,7 @@ from autopar.cli.machine import calibrate_command, doctor_command, ops_command
 from autopar.cli.plan import plan_command
 from autopar.cli.run import run_command
 from autopar.cli.simulate import simulate_command
+from autopar.cli.trace import trace_command
 from autopar.cli.verify import verify_command
 
 app = typer.Typer(
@@ -38,6 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "check": check_command,
     "verify": verify_command,
     "simulate": simulate_command,
+    "trace": trace_command,
     "calibrate": calibrate_command,
     "doctor": doctor_command,
     "ops": ops_command,

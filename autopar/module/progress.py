@@ -52,14 +52,18 @@ class Spoken(Observer):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Its line says how long it took."""
-        self.searching(name)
+        self._show(name)
         begun = time.monotonic()
         yield
         if self.lines:
             _say(f"{name} {time.monotonic() - begun:.1f} s")
 
     def searching(self, what: str, incumbent: float = math.inf, bound: float = 0.0) -> None:
-        """For the line that is updated."""
+        """For the line that is updated; in a log, a line for each step of the search would be too many."""
+        if sys.stderr.isatty():
+            self._show(what, incumbent, bound)
+
+    def _show(self, what: str, incumbent: float = math.inf, bound: float = 0.0) -> None:
         if self._progress is not None:
             self._progress(what, incumbent, bound)
 

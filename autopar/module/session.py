@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch_compat import FakeTensor
+from autopar._torch_compat import FakeTensor, forget_fake_results, new_fake_results
 from autopar.capture.state.hooks import refuse_hooks_of_all_modules, replay
 from autopar.capture.state.slots import Slots
 from autopar.capture.state.writes import apply
@@ -176,7 +176,7 @@ class Session:
         self.slots.inventory()
         key = self._key(request)
         _, known = self._agreed("specialize()", key, request)
-        return self._specialized(request, key, known)
+        return self._specialized(request, key, known, ahead=True)
 
     @property
     def plan(self) -> Plan:
@@ -279,7 +279,9 @@ class Session:
             return True
         return any(p == Split(0, 0) for p in layouts[str(index)])
 
-    def _specialized(self, request: Request, key: Any, known: Specialization | None) -> Specialization:
+    def _specialized(
+        self, request: Request, key: Any, known: Specialization | None, *, ahead: bool = False
+    ) -> Specialization:
         if known is not None:
             self.latest = known
             return known
@@ -299,11 +301,14 @@ class Session:
             options = replace(options, search=search)
         # Taken before the capture, which runs the model's Python code; whether constants count, the program says after.
         states = {c: self.slots.signature(c) for c in (False, True)}
-        with options.observer.specializing():
+        # Whoever plans ahead can wait for a search of all plans; a call cannot.
+        before = None if ahead else self.first
+        with options.observer.specializing(), new_fake_results() as results:
             found = specialize(
                 self.original, request, options, self.context,
-                placements=placements, weights=weights, known=others,
+                placements=placements, weights=weights, known=others, before=before,
             )  # fmt: skip
+        weakref.finalize(found, forget_fake_results, results).atexit = False
         if first:
             options.observer.planned(found.plan)
         # Copies that were made before get the same layouts: averages of weights combine their parameters.

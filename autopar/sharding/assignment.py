@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from torch import fx
@@ -21,6 +20,7 @@ from autopar.ir.program import Program
 from autopar.memory.hoist import find_hoisted
 from autopar.memory.offload import NOTHING_OFFLOADED, Offload, find_offloaded
 from autopar.memory.recompute import NOTHING_RECOMPUTED, Recompute, find_recomputed
+from autopar.rules.remembered import remembered
 from autopar.sharding.candidates import combine
 from autopar.sharding.dims import Dims, Operator
 from autopar.sharding.layer_classes import LayerClasses
@@ -198,7 +198,7 @@ def _operator(
     return names, into, made
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _uneven(operator: Operator, names: tuple[str, ...], sizes: tuple[int, ...]) -> TensorType | None:
     """A tensor of the operator that the strategies do not split into equal parts."""
     into, made = combine(operator, names)

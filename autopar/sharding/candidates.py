@@ -6,12 +6,12 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.layout import ByExpert, Layout, Partial, Placement, Replicate, Split, TensorType, divides
+from autopar.rules.remembered import remembered
 from autopar.sharding.dims import Operator
 
 REPLICATE = "R"
@@ -42,7 +42,7 @@ class Strategy:
         return self.factor is not None
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def strategies(operator: Operator) -> tuple[Strategy, ...]:
     """Every strategy of an operator on one axis: replicate, each letter's factors, each linear set."""
     rule = operator.rule
@@ -168,7 +168,7 @@ def candidates(
     return Candidates(options, choice[valid])
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def combine(operator: Operator, names: tuple[str, ...]) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """Layouts of tensor arguments and outputs under one named strategy an axis.
 
@@ -182,7 +182,7 @@ def combine(operator: Operator, names: tuple[str, ...]) -> tuple[tuple[Layout, .
     return inputs, outputs
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def layouts(type_: TensorType, sizes: tuple[int, ...], partial: bool = True) -> tuple[Layout, ...]:
     """Every layout of a tensor that divides, in a fixed order, the replicated one first."""
     options: list[Placement] = [Replicate(), *([Partial()] if partial else [])]

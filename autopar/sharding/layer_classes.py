@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 from torch import fx
 
@@ -13,6 +12,7 @@ from autopar.ir.graph import producer
 from autopar.ir.layout import TensorType
 from autopar.ir.program import Call, Program
 from autopar.ir.structure import short_hash, tied_keys
+from autopar.rules.remembered import remembered
 from autopar.sharding.dims import Dims, Operator, analyze
 
 Uses = Mapping[tuple[str, int], Mapping[tuple[str, int], int]]
@@ -80,7 +80,7 @@ def _uses(program: Program, key: Mapping[fx.Node, str]) -> Uses:
     return uses
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _detail(operator: Operator, call: Call) -> tuple[str, str]:
     """An operator's name, and a hash of all that it is called with."""
     types = [_signature(t) for t in (*operator.inputs, *operator.outputs) if t is not None]

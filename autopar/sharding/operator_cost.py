@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from autopar.costs.cluster import Device
 from autopar.costs.kernels import Work, kernel_seconds, stream
 from autopar.ir.layout import Split, TensorType
+from autopar.rules.remembered import remembered
 from autopar.sharding.candidates import Candidates, candidates
 from autopar.sharding.dims import Operator
 from autopar.sharding.lowered.cost import lowered_cost
@@ -71,7 +71,7 @@ def arithmetic_dtype(operator: Operator, device: Device) -> str:
     return next((dtype for dtype in types if dtype in device.flops), "float32")
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def product_letters(operator: Operator) -> Product | None:
     """How the operator is a matrix product; None if it is none."""
     rule = operator.rule

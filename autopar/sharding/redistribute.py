@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from autopar.costs.cluster import Device, Link
 from autopar.costs.collectives import COLLECTIVES
 from autopar.ir.layout import ByExpert, Factor, Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
 from autopar.ir.ops.collectives import Collective
+from autopar.rules.remembered import remembered
 from autopar.sharding.candidates import layouts, split_parts
 
 WIRE = {"bool": "uint8", "int16": "int32"}
@@ -336,6 +337,6 @@ class Tables:
         return _table(replace(type_, dims=plain, used=(), drawn=False), self.machine)
 
 
-@lru_cache(maxsize=256)
+@remembered(256)
 def _table(type_: TensorType, machine: Machine) -> Redistributions:
     return Redistributions(type_, machine)

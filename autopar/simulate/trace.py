@@ -5,7 +5,8 @@ The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from autopar.simulate.tasks import COMPUTE
@@ -15,16 +16,29 @@ MICROSECONDS = 1e6
 HOST = "host launches"
 
 
-def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+def beside(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """As `chrome_trace`, of several timelines of one device: a process each, which have these names."""
+    events: list[dict[str, Any]] = []
+    for number, (name, timeline) in enumerate(timelines.items()):
+        own = replace(timeline, tasks=tuple(replace(task, device=number) for task in timeline.tasks))
+        events += chrome_trace(own, {number: name})["traceEvents"]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def chrome_trace(timeline: Timeline, names: Mapping[int, str] = {}) -> dict[str, Any]:
     """Plain data for ``json.dump``: a process per device, a thread per stream and for the host, memory as a counter.
 
     Times are in microseconds, memory in bytes.
+
+    Args:
+        timeline: what is shown.
+        names: of devices that are not called by their number.
     """
     events: list[dict[str, Any]] = []
     # The format numbers processes and threads; names are events of their own.
     threads: dict[tuple[int, str], int] = {}
     for device in timeline.devices:
-        events += _named(device, 0, "process", f"device {device}", device)
+        events += _named(device, 0, "process", names.get(device, f"device {device}"), device)
         streams = dict.fromkeys(task.stream for task in timeline.tasks if task.device == device)
         launched = any(task.host for task in timeline.tasks if task.device == device)
         # As in profiles of torch: the host on top, the compute stream below it, then the links.

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import fx
 
-from autopar._torch_compat import BoxedCodeGen, LazyGraphModule, is_boxed
+from autopar._torch_compat import BoxedCodeGen, LazyGraphModule, forget_source_with, is_boxed
 from autopar.runtime.compiled.regions import Region
 
 Runs = TypeVar("Runs", bound=Callable[..., Any])
@@ -71,7 +71,9 @@ class Executables(ABC, Generic[Runs]):
     def executable(self, graph: fx.GraphModule, blocks: Collection[str]) -> Callable[..., Any]:
         """What runs in the place of a graph; it is called as that is."""
         if graph not in self._graphs:
-            self._graphs[graph] = self.called(self.outer(graph, blocks))
+            outer = self.outer(graph, blocks)
+            forget_source_with(outer)
+            self._graphs[graph] = self.called(outer)
         return self._graphs[graph]
 
     def called(self, outer: fx.GraphModule) -> Callable[..., Any]:

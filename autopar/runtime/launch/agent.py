@@ -46,7 +46,7 @@ class Launch:
     restarts: int = 0
 
 
-def launch(launch: Launch, script: str, arguments: Sequence[str], *, is_module: bool = False) -> int:
+def launch(launch: Launch, script: str, arguments: Sequence[str], *, is_module: bool = False, told: bool = True) -> int:
     """Run a script in all processes of this node; blocks until they have ended.
 
     Args:
@@ -54,11 +54,12 @@ def launch(launch: Launch, script: str, arguments: Sequence[str], *, is_module: 
         script: a file, or the name of a module.
         arguments: of the script.
         is_module: whether ``script`` is a module.
+        told: whether rank 0 prints its progress.
 
     Returns:
         The exit code: 0, that of the rank which failed first, or 128 and the number of the signal that ended the run.
     """
-    with tempfile.TemporaryDirectory(prefix="autopar_run_") as folder, _environment(launch, folder):
+    with tempfile.TemporaryDirectory(prefix="autopar_run_") as folder, _environment(launch, folder, told):
         elastic = _elastic()
         config = elastic.LaunchConfig(
             min_nodes=launch.nodes,
@@ -124,12 +125,12 @@ def _described(exit_code: int) -> str:
 
 
 @contextmanager
-def _environment(launch: Launch, folder: str) -> Iterator[None]:
+def _environment(launch: Launch, folder: str, told: bool) -> Iterator[None]:
     """Variables of this process, which those that it starts inherit; afterwards they are as before."""
     before = dict(os.environ)
     wanted = {
         FAILURES: folder,
-        PROGRESS: "1",
+        PROGRESS: "1" if told else "0",
         TIMEOUT: str(launch.timeout),
         # The agent's store has no prefix for each attempt: processes that are restarted would meet those of before.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

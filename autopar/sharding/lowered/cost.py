@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from autopar.ir.graph import tensor_arguments, values_of
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, c10d
+from autopar.rules.remembered import remembered
 from autopar.rules.shapes.kernel_shapes import called
 from autopar.rules.shapes.known_strides import local_rule
 from autopar.sharding.candidates import combine
@@ -67,7 +67,7 @@ def _drawn(node: fx.Node) -> bool:
     return any(t is not None and t.drawn for t in info(node).types)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def lowered_cost(operator: Operator, strategy: tuple[str, ...], machine: Machine) -> LoweredCost | None:
     """What an operator's lowering costs under one strategy name an axis; None if there is none to emit."""
     letters = lowered_letters(operator, strategy)
