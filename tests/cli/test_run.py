@@ -1,0 +1,222 @@
+"""`autopar run`: real processes under torch's agent, what it prints, and what it does when one fails or is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autopar import cli
+from autopar.runtime.launch.agent import failure
+from autopar.runtime.launch.environment import require_world
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A small GPT. It trains alone as well: then autopar.mesh() is None.
+TRAIN = """
+import json, sys
+import torch
+from torch import nn
+import autopar
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.norm, self.last = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, 2))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(b, t, c))
+        return x + self.down(nn.functional.gelu(self.up(self.last(x))))
+
+class Gpt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(32, 16), nn.Embedding(16, 16)
+        self.blocks, self.head = nn.Sequential(Block(16, 2), Block(16, 2)), nn.Linear(16, 32)
+
+    def forward(self, ids, targets):
+        x = self.blocks(self.tokens(ids) + self.positions(torch.arange(ids.shape[1])))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+plain = Gpt().double()
+model = autopar.parallelize(plain, autopar.mesh(), timeout=60)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+losses = []
+for step in range(4):
+    ids = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(step))
+    loss = model(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+    if len(sys.argv) > 2 and sys.argv[2] == "fail" and step == 2 and model.device_rank() == 1:
+        raise RuntimeError("no more")
+state = {name: value.double().sum().item() for name, value in model.full_state_dict().items()}
+mesh = autopar.mesh()
+if mesh is None or mesh.get_rank() == 0:
+    axes = None if mesh is None else [list(mesh.mesh_dim_names), list(mesh.shape)]
+    json.dump({"losses": losses, "state": state, "axes": axes}, open(sys.argv[1], "w"))
+"""
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def start(folder: Path, script: str, *words: str, options: tuple[str, ...] = ("--nproc", "2")) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(textwrap.dedent(script))
+    command = [sys.executable, "-m", "autopar.cli", "run", *options, "script.py", *words]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, env=environment(), text=True, **pipes)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    try:
+        return process.communicate(timeout=240)
+    finally:
+        process.kill()
+
+
+def test_a_small_gpt_trains_as_alone(tmp_path: Path) -> None:
+    _, said = finish(process := start(tmp_path, TRAIN, "two.json", options=("--nproc", "2", "--axes", "data=2")))
+    assert process.returncode == 0, said
+    subprocess.run([sys.executable, "script.py", "one.json"], cwd=tmp_path, env=environment(), check=True)
+    two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.json", "one.json"))
+    assert (two["axes"], one["axes"]) == ([["data"], [2]], None)
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-11)
+    assert two["state"] == pytest.approx(one["state"], abs=1e-9)
+    # Rank 0 alone speaks, and says each phase and the plan once.
+    lines = said.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("autopar: ")] == [
+        "capture", "search", "rewrite", "first",
+    ]  # fmt: skip
+    assert said.count("lower bound") == 1 and "HiGHS" not in said
+
+
+def test_the_rank_that_fails_is_named_once(tmp_path: Path) -> None:
+    script = """
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("this rank " + sys.argv[2])
+        time.sleep(300)
+    """
+    begun = time.monotonic()
+    _, said = finish(process := start(tmp_path, script, "--name", "fails"))
+    assert process.returncode == 1 and time.monotonic() - begun < 200
+    assert said.count("RuntimeError: this rank fails") == 1 and said.count("Traceback") == 1
+    assert 'script.py", line 4' in said and "runpy" not in said
+    assert said.splitlines()[-1] == "error: rank 1 failed"
+
+
+def test_ctrl_c_ends_all(tmp_path: Path) -> None:
+    script = """
+        import os, time
+        open(os.environ["RANK"], "w").write(str(os.getpid()))
+        time.sleep(300)
+    """
+    process = start(tmp_path, script)
+    deadline = time.monotonic() + 200
+    files = [tmp_path / rank for rank in "01"]
+    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = [int(f.read_text()) for f in files]
+    process.send_signal(signal.SIGINT)
+    _, said = finish(process)
+    assert process.returncode == 130 and said.splitlines()[-1] == "stopped"
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.deep
+def test_a_rank_that_others_wait_for(tmp_path: Path) -> None:
+    """What they say, that they were left alone, is not the cause."""
+    script = TRAIN.replace("model.device_rank()", "autopar.mesh().get_rank()")
+    _, said = finish(process := start(tmp_path, script, "x.json", "fail"))
+    assert process.returncode == 1
+    assert said.count("RuntimeError: no more") == 1 and "error: rank 1 failed" in said and "RankError" not in said
+
+
+@pytest.mark.deep
+def test_restarts_meet_anew(tmp_path: Path) -> None:
+    script = """
+        import os, torch.distributed as dist, autopar
+        mesh = autopar.mesh()
+        dist.barrier()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+            raise SystemExit("once")
+        dist.barrier()
+        print("done", dist.get_rank())
+    """
+    out, said = finish(process := start(tmp_path, script, options=("--nproc", "2", "--restarts", "1")))
+    assert process.returncode == 0, said
+    assert sorted(out.split()) == ["0", "1", "done", "done"] and "attempt 1 of 2" in said
+
+
+def test_the_cause_is_not_what_follows_from_it(tmp_path: Path) -> None:
+    def write(rank: int, when: float, kind: str, attempt: int = 0) -> None:
+        facts = {
+            "rank": rank,
+            "attempt": attempt,
+            "time": when,
+            "kind": kind,
+            "message": "",
+            "text": f"{kind} of {rank}",
+        }
+        (tmp_path / f"{attempt}-{rank}.json").write_text(json.dumps(facts))
+
+    def ended(code: int, when: float = 0.0) -> Any:
+        return SimpleNamespace(exitcode=code, timestamp=when)
+
+    assert failure({1: ended(-9), 0: ended(7, 1.0)}, tmp_path) == (
+        137, "rank 1 was ended by SIGKILL; the system does that where memory is short\n")  # fmt: skip
+    write(0, 1.0, "RankError")
+    # A rank that was killed has written nothing, and left the other alone.
+    assert failure({0: ended(1), 1: ended(-11)}, tmp_path)[1] == "rank 1 was ended by SIGSEGV\n"
+    write(1, 2.0, "ValueError")
+    code, said = failure({0: ended(1), 1: ended(3)}, tmp_path)
+    assert (code, said.splitlines()) == (3, ["ValueError of 1", "error: rank 1 failed; after it ranks 0 failed"])
+    write(0, 3.0, "KeyError", attempt=1)
+    assert failure({0: ended(1)}, tmp_path)[1].splitlines()[0] == "KeyError of 0"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--nproc 2 none.py", "no file none.py"),
+        ("--nproc 2 --axes a=4 x.py", "a=4 is a mesh of 4 = 4 devices, and the world has 2 processes"),
+        ("--nproc 4 --nnodes 2 --rendezvous h:1 --axes a=2,b=2 x.py", "2 x 2 = 4 devices, and the world has 8"),
+        ("--nnodes 2 x.py", "--nnodes 2 needs --rendezvous"), ("--rendezvous h:1 x.py", "--nnodes 1 takes no"),
+        ("--timeout nan x.py", "--timeout nan"), ("--axes a x.py", "is not NAME=SIZE"), ("--nproc 0 x.py", "--nproc"),
+    ],
+)  # fmt: skip
+def test_wrong_options(words: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    found = CliRunner().invoke(cli.app, ["run", *words.split()])
+    assert found.exit_code == 2 and says in found.output
+
+
+def test_worlds() -> None:
+    require_world({"a": 2, "b": 3}, 6, "axes")
+    with pytest.raises(ValueError, match=r"axes a=2,b=3 is a mesh of 2 x 3 = 6 devices, and the world has 4 processes"):
+        require_world({"a": 2, "b": 3}, 4, "axes")
