@@ -283,24 +283,36 @@ def plan_again(
         if known is not None:
             fixed["batch", str(index)] = known
     fixed.update({("batch", str(index)): layout for index, layout in request.rows.items()})
-    if placements is not None and before is not None and _is_alike(program, before):
-        # A second search, with parameters padded, would be for other layouts of theirs.
-        alike = strategies_of(before.plan, part)
-        try:
-            found = _search(program, fixed, replace(search, padding=False), options, context, first=False, alike=alike)
-        except InfeasibleError:
-            pass
-        else:
-            space = f"operators split as for an earlier shape where possible; {found.certificate.space}"
-            return replace(found, certificate=replace(found.certificate, space=space))
+    if placements is not None and before is not None:
+        found = _like_before(program, part, before, fixed, search, options, context)
+        if found is not None:
+            return found
     return _search(program, fixed, search, options, context, first=placements is None)
 
 
-def _is_alike(program: Program, before: Specialization) -> bool:
-    """Whether a program is the same but for its shapes, and its plan may be like that of before."""
-    if before.plan.pipeline is not None or program.training != before.program.training:
-        return False
-    return [n.target for n in program.calls] == [n.target for n in before.program.calls]
+def _like_before(
+    program: Program,
+    part: Program,
+    before: Specialization,
+    fixed: dict[tuple[str, str], Layout],
+    search: Search,
+    options: CompileOptions,
+    context: MeshContext,
+) -> Plan | None:
+    """The best plan whose operators are split as for an earlier shape; None where they cannot, or nothing fits."""
+    if before.plan.pipeline is not None or program.training != before.program.training or search.recipe == "random":
+        return None
+    alike = strategies_of(before.plan, before.part, part, tie=search.tie_layers)
+    if not alike:
+        return None
+    # A second search, with parameters padded, would be for other layouts of theirs.
+    search = replace(search, padding=False)
+    try:
+        found = _search(program, fixed, search, options, context, first=False, alike=alike)
+    except InfeasibleError:
+        return None
+    space = f"operators split as for an earlier shape; {found.certificate.space}"
+    return replace(found, certificate=replace(found.certificate, space=space))
 
 
 def _present_layout(name: str, type_: TensorType, present: Placements, search: Search, context: MeshContext) -> Layout:

@@ -22,6 +22,7 @@ from autopar import Cluster, Lowering, Plan, Precision, Rule, Search, Spec, chec
 from autopar.costs.arguments import AXES, SIZE, number, require, shown, whole
 from autopar.costs.cluster import Device, Link
 from autopar.costs.memory import parse_bytes
+from autopar.integrations.metrics import watch
 from autopar.parallelize import parallelize
 
 NAN, INF = float("nan"), float("inf")
@@ -66,6 +67,8 @@ OF_PARALLELIZE: dict[str, list[Any]] = {
     "deterministic": [None, *NO_FLAG], "check": [None, *NO_FLAG], "cluster": ["", "h10", 1, [], "a\0b", Awkward()],
     "plan": [1, [], {}, True, Awkward()], "timeout": [0, None, INF, *NO_NUMBER], "init": [1, [], {}, "", True, "a\0b"],
     "compile": ["fast", 1, [], {}, NAN],
+    "lengths": [[], 512, "512", [0], [1.5], [True], [-1], ["8"], {}, {"x": [8]}, {("x", 1): [8]}, {("batch.0", -1): [8]},
+                {("batch.0", 1): []}, {("batch.0", 1): 8}, {("batch.0", 1): [8], ("batch.1", 1): [8]}, {8}, NAN, Awkward()],
 }  # fmt: skip
 OF_VERIFY: dict[str, list[Any]] = {
     "model": NO_MODEL, "batch": [*NO_BATCH, None], "axes": [None, *NO_AXES], "loss_fn": NO_FUNCTION,
@@ -132,6 +135,9 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
     return [
         ("plan", autopar.plan, {**given, "cluster": "cpu", "axes": {"a": 2}}, OF_PLAN),
         ("parallelize", parallelize, {"model": MODEL, "mesh": None}, OF_PARALLELIZE),
+        ("mesh", autopar.mesh, {}, {"axes": NO_AXES, "device": ["tpu", "", 1, True, [], Awkward()]}),
+        ("watch", watch, {"model": module, "callback": print}, {
+            "model": NO_MODEL, "callback": [None, *NO_FUNCTION], "every": [0, None, *NO_WHOLE], "seconds": [None, INF, *NO_NUMBER]}),
         ("verify", autopar.verify, {**given, "axes": {"a": 2}}, OF_VERIFY),
         ("Search", Search, {}, OF_SEARCH),
         ("pins", lambda **pins: Search(pins=pins), {}, OF_PINS),
@@ -302,6 +308,8 @@ def test_kinds() -> None:
         "--backward-input 1 --backward-weight 1", "simulate --schedule 1f1b --stages 2 --microbatches 2 --forward nan "
         "--backward-input 1 --backward-weight 1", "calibrate --save /no/x.toml", "calibrate --save x.toml --dtypes int8",
         "calibrate --save x.toml --groups 0", "calibrate --save x.toml --ranks 0", "calibrate --save x.toml --timeout nan",
+        "trace --axes a=0", "trace --axes a=2 --steps 0", "trace --axes a=2 --save /no/x.json", "trace --axes a=2 --plan /no.json",
+        "trace --axes a=99", "run no.py", "run --axes a=2 net.py", "run --restarts -1 net.py",
         "ops --workers 0", "explain w --why-not Q@a", "explain w --axes a=0",
     ],
 )  # fmt: skip
@@ -312,8 +320,9 @@ def test_options_of_the_command(words: str, tmp_path: Path, monkeypatch: pytest.
         "def make():\n    return nn.Linear(4, 4), (torch.zeros(2, 4),), lambda output, batch: output.sum()\n"
     )
     command, *given = words.split()
-    if command in ("plan", "verify", "explain", "check"):
+    if command in ("plan", "verify", "explain", "check", "trace"):
         defaults = {"--model": "net.py:make", "--axes": "a=2", "--cluster": "cpu"}
+        defaults |= {"--save": "x.json"} if command == "trace" else {}
         left_out = {"verify": ["--cluster"], "check": ["--cluster", "--axes"]}.get(command, [])
         given += [w for n, v in defaults.items() if n not in (*given, *left_out) for w in (n, v)]
     found = CliRunner().invoke(cli.app, [command, *given])

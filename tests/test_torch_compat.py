@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import linecache
 import multiprocessing
 import operator
 import threading
@@ -38,10 +40,11 @@ def test_every_name_has_a_contract() -> None:
         "below_autograd",
         "budget_partition",
         "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
+        "forget_fake_results", "forget_source_with",
         "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interpreted",
         "interpreter_takes", "interpreting", "interrupt_gloo", "is_all_true", "is_boxed",
         "is_traced", "is_transformed", "local_shape_of",
-        "masks_as_they_are", "operator_database", "pipeline_runtime",
+        "masks_as_they_are", "new_fake_results", "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "recurrent_dropout", "redistributed",
         "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "said_by_kernel", "selective_policy", "set_group_timeout",
@@ -51,6 +54,31 @@ def test_every_name_has_a_contract() -> None:
         "tracing", "without_modes", "without_ordered_effects",
     }  # fmt: skip
     assert set(compat.__all__) == tested
+
+
+def test_sources_go_with_their_graphs() -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.neg, (graph.placeholder("x"),)))
+    for kind in (fx.GraphModule, compat.LazyGraphModule):
+        made = kind(nn.Module(), graph)
+        compat.forget_source_with(made)
+        assert made(torch.ones(1)).item() == -1
+        file = type(made).forward.__code__.co_filename
+        assert "torch.neg" in linecache.getline(file, 5) + linecache.getline(file, 6), linecache.getlines(file)
+        del made
+        gc.collect()
+        assert linecache.getlines(file) == []
+
+
+def test_fake_results_are_forgotten() -> None:
+    with compat.new_fake_results() as results, compat.FakeTensorMode():
+        torch.ones(3, 1237).t() @ torch.ones(3, 1237)
+    assert results and all(key in compat.FakeTensorMode.cache for key in results)
+    with compat.new_fake_results() as again, compat.FakeTensorMode():
+        torch.ones(3, 1237).t() @ torch.ones(3, 1237)
+    assert again == []
+    compat.forget_fake_results(results)
+    assert not any(key in compat.FakeTensorMode.cache for key in results)
 
 
 def test_storage_id() -> None:

@@ -42,7 +42,13 @@ def tokens(length: int, rows: int = 4) -> dict[str, torch.Tensor]:
     return {"ids": ids, "labels": ids}
 
 
-def _there_and_back(rank: int, pins: dict[str, Any]) -> tuple[float, int, int]:
+PLANNED = [(8, 4), (12, 4), (8, 4)]
+
+# Of these, 7 divides by no axis, nor do 3 rows, which a pipeline cannot cut in two; 24 does.
+OTHERS = [(7, 4), (24, 4), (16, 3), (8, 4)]
+
+
+def _there_and_back(rank: int, pins: dict[str, Any], others: list[tuple[int, int]]) -> tuple[float, int, int]:
     """The largest error over lengths that are planned, and over others; graphs before the steps, and after."""
     from autopar import Search
     from autopar.parallelize import parallelize
@@ -52,7 +58,7 @@ def _there_and_back(rank: int, pins: dict[str, Any]) -> tuple[float, int, int]:
         model,
         mesh_of(2, 2),
         tokens(8),
-        lengths=[12, 16],
+        lengths=[12],
         cluster=slow_devices(),
         search=Search(pins=pins),
         timeout=WAIT,
@@ -60,20 +66,16 @@ def _there_and_back(rank: int, pins: dict[str, Any]) -> tuple[float, int, int]:
     optimizers = [adamw(m) for m in (parallel, plain)]
     cache = parallel._autopar.cache
     planned = len(cache)
-    worst = [step_apart(parallel, plain, optimizers, tokens(n)) for n in (8, 16, 12, 8)]
-    steps = len(cache)
-    # Of these, 7 divides by no axis; 24 does.
-    worst += [
-        step_apart(parallel, plain, optimizers, tokens(n, rows)) for n, rows in ((7, 4), (24, 4), (16, 3), (8, 4))
-    ]
-    assert planned == steps == 3
+    worst = [step_apart(parallel, plain, optimizers, tokens(n, rows)) for n, rows in PLANNED]
+    assert len(cache) == planned
+    worst += [step_apart(parallel, plain, optimizers, tokens(n, rows)) for n, rows in others]
     return largest(worst), planned, len(cache)
 
 
 def test_lengths_there_and_back(ranks: Ranks) -> None:
     pins = {"head.weight": ("S(0)", "R"), "qkv.weight": ("R", "S(1)")}
-    for error, planned, after in ranks.run(_there_and_back, pins):
-        assert error < TOLERANCE and (planned, after) == (3, 6)
+    for error, planned, after in ranks.run(_there_and_back, pins, [(16, 4)]):
+        assert error < TOLERANCE and (planned, after) == (2, 3)
 
 
 @pytest.mark.deep
@@ -81,7 +83,8 @@ def test_lengths_there_and_back(ranks: Ranks) -> None:
     "pins", [{}, {"batch.*": ("R", "S(1)")}, {"microbatches": 2}, {"stages": 2, "microbatches": 2}]
 )
 def test_lengths_under_other_plans(ranks: Ranks, pins: dict[str, Any]) -> None:
-    for error, _, _ in ranks.run(_there_and_back, pins):
+    others = [(n, rows) for n, rows in OTHERS if rows == 4 or "stages" not in pins]
+    for error, _, _ in ranks.run(_there_and_back, pins, others):
         assert error < TOLERANCE
 
 
@@ -95,8 +98,8 @@ def _own_rows(rank: int) -> tuple[float, int]:
     parts, own = parallel.data_world_size, parallel.data_rank
     for length in (8, 12, 8):
         rows = 4 // parts
-        mine = {n: t[own * rows : (own + 1) * rows] for n, t in tokens(length).items()}
-        found, expected = parallel(**mine), plain(**tokens(length))
+        mine = tokens(length)["ids"][own * rows : (own + 1) * rows]
+        found, expected = parallel(mine, mine), plain(**tokens(length))
         found.backward(), expected.backward()
         worst += [float((found - expected).detach().abs())]
         worst += [float((parallel.full_gradients()[n] - p.grad).abs().max()) for n, p in plain.named_parameters()]  # type: ignore[operator]
@@ -104,6 +107,7 @@ def _own_rows(rank: int) -> tuple[float, int]:
     return largest(worst), len(parallel._autopar.cache)
 
 
+@pytest.mark.deep
 def test_lengths_where_each_rank_passes_its_rows(ranks: Ranks) -> None:
     for error, count in ranks.run(_own_rows):
         assert error < TOLERANCE and count == 2

@@ -74,31 +74,35 @@ def test_graphs_that_are_gone_leave_nothing_in_torchs_caches() -> None:
     module: Any = autopar.parallelize(nn.Linear(4, 4), None, cluster="cpu", loss_fn=lambda output, _: output.sum())
     module._autopar.cache.limit = 2
     sizes = []
-    for rows in range(2, 10):
+    for rows in range(2, 16):
         module(torch.zeros(rows, 4)).backward()
-        if rows > 5:
-            gc.collect()
+        gc.collect()
+        if rows > 7:
             sizes.append((len(sources.eval_cache), len(linecache.cache), len(FakeTensorMode.cache)))
-    # Errors may look for the source of graphs that are there.
-    assert len(set(sizes)) == 1, sizes
+    sources_of_graphs = {(own, lines) for own, lines, _ in sizes}
+    # A shape has some 15 results of its own.
+    assert len(sources_of_graphs) == 1 and sizes[-1][2] < sizes[0][2] + 40, sizes
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(1, 9))])
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(9))
 def test_any_plan_of_another_shape_computes_the_same(seed: int) -> None:
     """Whatever the strategies of a plan for one length: a plan for another that follows them computes the same."""
     axes = {"a": 2, "b": 2}
     search = autopar.Search(recipe="random", seed=seed, cache=False)
     model = reader()
     before = autopar.plan(model, tokens(8), cluster=slow_devices(), axes=axes, search=search)
-    for length, rows in ((12, 4), (7, 3)):
+    first = program_of(model, tokens(8))
+    for length, rows in ((12, 4), (8, 8)):
         program = program_of(model, tokens(length, rows))
-        alike = strategies_of(before, program)
-        assert alike, "nothing was carried over"
+        alike = strategies_of(before, first, program, tie=False)
+        assert len(alike) == len(program.calls)
         plan = autopar.compiler.solve(
-            program, axes, slow_devices(), search=autopar.Search(padding=False, cache=False),
+            program, axes, slow_devices(), search=autopar.Search(padding=False, cache=False, tie_layers=False),
             restrictions=Restrictions(strategies=alike),
         )  # fmt: skip
-        if (length, rows) == (12, 4):
-            assert all(plan.choices[key] == tuple(min(names) for names in only) for key, only in alike.items())
+        assert all(plan.choices[key] == tuple(min(names) for names in only) for key, only in alike.items())
         report = autopar.verify(model, tokens(length, rows), axes, plan=plan)
         assert report.max_error < 1e-10
+    # Three rows are not split as four are.
+    assert strategies_of(before, first, program_of(model, tokens(8, 3)), tie=False) == {}

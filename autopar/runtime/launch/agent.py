@@ -89,7 +89,7 @@ def failure(failures: Mapping[int, Any], folder: Path) -> tuple[int, str]:
     """The exit code and the traceback of the rank that failed first.
 
     Args:
-        failures: torch's, by rank; ranks that it ended itself are not among them.
+        failures: torch's, by rank.
         folder: where ranks have written why they failed.
     """
     written = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
@@ -98,6 +98,9 @@ def failure(failures: Mapping[int, Any], folder: Path) -> tuple[int, str]:
     of_latest = sorted(
         (f for f in written if f["attempt"] == latest), key=lambda f: (f["kind"] == "RankError", f["time"])
     )
+    # The agent ends all when one has failed.
+    by_agent = {r for r, f in failures.items() if f.exitcode == -signal.SIGTERM}
+    failures = {r: f for r, f in failures.items() if r not in by_agent} or failures
     ended = {r: f for r, f in failures.items() if f.exitcode < 0}
     if not of_latest or (of_latest[0]["kind"] == "RankError" and ended):
         rank, own = min((ended or failures).items(), key=lambda x: x[1].timestamp)

@@ -37,7 +37,7 @@ def mesh(axes: Mapping[str, int] | None = None, *, device: str | None = None) ->
         raise ValueError(f'device={device!r}: expected "cuda" or "cpu"')
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     kind = device or (GPU if torch.cuda.is_available() else CPU)
-    named = dict(axes) if axes is not None else _axes_of_run(world, kind)
+    named = dict(axes) if axes is not None else axes_of_run(world, kind)
     require_world(named, world, "axes" if axes is not None else f"{AXES} (of autopar run --axes)")
     if world == 1 and not dist.is_initialized():
         return None
@@ -50,7 +50,7 @@ def mesh(axes: Mapping[str, int] | None = None, *, device: str | None = None) ->
     return init_device_mesh(kind, tuple(named.values()), mesh_dim_names=tuple(named))
 
 
-def _axes_of_run(world: int, kind: str) -> dict[str, int]:
+def axes_of_run(world: int, kind: str) -> dict[str, int]:
     """The axes that the launcher names, or one for the nodes and one for the devices of a node."""
     if text := os.environ.get(AXES):
         return parse_axes(text, AXES)

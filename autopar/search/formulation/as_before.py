@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.passes.pad_dims import pad
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 
 
-def strategies_of(plan: Plan, program: Program) -> dict[str, tuple[frozenset[str], ...]]:
-    """What each class of operators may take on each axis, so that it is split as in a plan.
+def strategies_of(plan: Plan, before: Program, program: Program, *, tie: bool) -> dict[str, tuple[frozenset[str], ...]]:
+    """What each class of operators may take on each axis, so that it is split as in a plan of another shape.
 
-    A class that the plan lacks is not among them, nor one that cannot be split so here, such as rows that an axis does
-    not divide: these stay open.
+    The classes of the two programs have other names, which shapes are part of: nodes at the same place in the two
+    graphs belong together. Empty where some operator cannot be split so, such as rows that an axis does not divide: the
+    layouts of all others may then be better ones.
 
     Args:
         plan: of an earlier shape.
-        program: of one microbatch.
+        before: the program that it is for, of one microbatch.
+        program: the same of this shape.
+        tie: whether repeated layers are classes, in both.
     """
-    dims = analyze(program)
-    found = {}
-    for key, members in layer_classes(program, dims).members.items():
-        names = plan.choices.get(key)
-        if names is None or members[0] not in dims.operators:
-            continue
-        only = tuple(frozenset({name}) for name in names)
-        if len(candidates(dims.operators[members[0]], plan.axis_sizes, allowed=only).choice):
-            found[key] = only
-    return found
+    first, second = pad(before, plan.padding), pad(program, plan.padding)
+    if [n.target for n in first.calls] != [n.target for n in second.calls]:
+        return {}
+    dims, known = analyze(second), layer_classes(first, analyze(first), tie=tie).key
+    own = layer_classes(second, dims, tie=tie).key
+    names: dict[str, tuple[str, ...]] = {}
+    for old, new in zip(first.calls, second.calls, strict=True):
+        chosen = plan.choices.get(known[old], ())
+        fits = len(chosen) == len(plan.axes) and names.setdefault(own[new], chosen) == chosen
+        only = [{name} for name in chosen]
+        if not fits or not len(candidates(dims.operators[new], plan.axis_sizes, allowed=only).choice):
+            return {}
+    return {key: tuple(frozenset({n}) for n in chosen) for key, chosen in names.items()}
