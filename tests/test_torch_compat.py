@@ -57,15 +57,15 @@ def test_every_name_has_a_contract() -> None:
 
 
 def test_sources_go_with_their_graphs() -> None:
-    graph = fx.Graph()
-    graph.output(graph.call_function(torch.neg, (graph.placeholder("x"),)))
     for kind in (fx.GraphModule, compat.LazyGraphModule):
+        graph = fx.Graph()
+        graph.output(graph.call_function(torch.neg, (graph.placeholder("x"),)))
         made = kind(nn.Module(), graph)
         compat.forget_source_with(made)
         assert made(torch.ones(1)).item() == -1
         file = type(made).forward.__code__.co_filename
         assert "torch.neg" in linecache.getline(file, 5) + linecache.getline(file, 6), linecache.getlines(file)
-        del made
+        del made, graph
         gc.collect()
         assert linecache.getlines(file) == []
 

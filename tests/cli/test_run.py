@@ -86,7 +86,8 @@ model = autopar.parallelize(Gpt().double(), mesh, timeout=60)
 losses = train(model, after)
 state = {name: value.tolist() for name, value in model.full_state_dict().items()}
 if mesh.get_rank() == 0:
-    json.dump({"losses": losses, "state": state, "axes": dict(zip(mesh.mesh_dim_names, mesh.shape))}, open(sys.argv[1], "w"))
+    found = {"losses": losses, "state": state, "axes": dict(zip(mesh.mesh_dim_names, mesh.shape))}
+    json.dump(found, open(sys.argv[1], "w"))
 """
 )
 

@@ -58,7 +58,7 @@ def test_a_step_is_read_off_a_profile() -> None:
         assert task.seconds == pytest.approx((20 * (index[wait] - index[node]) + 10) / 1e6)
     # Now it has, in the order of their launches.
     for node in collectives:
-        ranges.append(Range("gloo:all_reduce", 2e6 + 20.0 * index[node] + 1, 2e6 + 20.0 * index[node] + 13))
+        ranges.append(Range(f"gloo:{node.target}", 2e6 + 20.0 * index[node] + 1, 2e6 + 20.0 * index[node] + 13))
     step = measured_step(ranges, graph, names)
     assert all(t.seconds == pytest.approx(13e-6) for t in step.tasks if t.category == "communication")
 
