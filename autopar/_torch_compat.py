@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import linecache
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -809,7 +808,8 @@ def new_fake_results() -> Iterator[list[Any]]:
     count = len(FakeTensorMode.cache)
     keys: list[Any] = []
     yield keys
-    keys.extend(itertools.islice(FakeTensorMode.cache, count, None))  # in the order in which they came
+    # In the order in which they came. A list first: the collector may take some out while they are gone through.
+    keys += list(FakeTensorMode.cache)[count:]
 
 
 def forget_fake_results(keys: Iterable[Any]) -> None:

@@ -46,11 +46,11 @@ class Launch:
     restarts: int = 0
 
 
-def launch(launch: Launch, script: str, arguments: Sequence[str], *, is_module: bool = False, told: bool = True) -> int:
+def launch(wanted: Launch, script: str, arguments: Sequence[str], *, is_module: bool = False, told: bool = True) -> int:
     """Run a script in all processes of this node; blocks until they have ended.
 
     Args:
-        launch: how many processes, and where they meet.
+        wanted: how many processes, and where they meet.
         script: a file, or the name of a module.
         arguments: of the script.
         is_module: whether ``script`` is a module.
@@ -59,17 +59,17 @@ def launch(launch: Launch, script: str, arguments: Sequence[str], *, is_module: 
     Returns:
         The exit code: 0, that of the rank which failed first, or 128 and the number of the signal that ended the run.
     """
-    with tempfile.TemporaryDirectory(prefix="autopar_run_") as folder, _environment(launch, folder, told):
+    with tempfile.TemporaryDirectory(prefix="autopar_run_") as folder, _environment(wanted, folder, told):
         elastic = _elastic()
         config = elastic.LaunchConfig(
-            min_nodes=launch.nodes,
-            max_nodes=launch.nodes,
-            nproc_per_node=launch.processes,
-            run_id=launch.name or uuid.uuid4().hex,
+            min_nodes=wanted.nodes,
+            max_nodes=wanted.nodes,
+            nproc_per_node=wanted.processes,
+            run_id=wanted.name or uuid.uuid4().hex,
             rdzv_backend="c10d",
-            rdzv_endpoint=launch.meeting or LOCAL,
-            rdzv_configs={"timeout": max(1, int(launch.timeout)), "join_timeout": max(1, int(launch.timeout))},
-            max_restarts=launch.restarts,
+            rdzv_endpoint=wanted.meeting or LOCAL,
+            rdzv_configs={"timeout": max(1, int(wanted.timeout)), "join_timeout": max(1, int(wanted.timeout))},
+            max_restarts=wanted.restarts,
             logs_specs=elastic.DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
         )
         words = ["-u", "-m", "autopar.runtime.launch.script", *([MODULE] if is_module else []), script, *arguments]
