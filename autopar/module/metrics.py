@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import math
 import sys
 import time
 import weakref
@@ -134,15 +134,12 @@ class Meter:
         work, plan = self._work, found.plan
         predicted = plan.predicted.peak_bytes or plan.predicted.memory_bytes
         ideal = work.ideal_seconds
-        devices = 1
-        for size in plan.axis_sizes:
-            devices *= size
         return Metrics(
             self.step,
             elapsed / self.since,
             work.rows / elapsed,
             None if work.tokens is None else work.tokens / elapsed,
-            None if ideal is None else ideal / devices / elapsed,
+            None if ideal is None else ideal / math.prod(plan.axis_sizes) / elapsed,
             _peak_memory(session.context.device),
             sum(predicted.values()) if predicted else None,
         )
@@ -206,5 +203,7 @@ def ideal_seconds(program: Program, device: Device) -> float:
 def _peak_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
+    import resource  # which Windows lacks
+
     # In KiB on Linux, and in bytes on macOS.
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)

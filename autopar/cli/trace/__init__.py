@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,9 +35,7 @@ def trace_command(
     """Run some steps of a model in processes of this machine, and write them beside the simulated step."""
     with clear_errors(debug):
         sizes = parse_axes(axes)
-        processes = 1
-        for size in sizes.values():
-            processes *= size
+        processes = math.prod(sizes.values())
         if processes > MOST_PROCESSES:
             raise ValueError(f"--axes {axes}: {processes} processes of this machine; take at most {MOST_PROCESSES}")
         check_target("--save", save)
