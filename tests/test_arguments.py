@@ -57,6 +57,7 @@ MODEL, BATCH = nn.Linear(4, 4), (torch.zeros(2, 4),)
 OF_PLAN: dict[str, list[Any]] = {
     "model": NO_MODEL, "batch": [*NO_BATCH, None], "axes": NO_AXES, "memory": NO_SIZE, "search": ["fast", 1, {}, Search],
     "optimizer": ["lion", "", None, 1, ["adamw"], torch.optim.SGD], "loss_fn": NO_FUNCTION, "progress": NO_FUNCTION,
+    "compile": [None, *NO_FLAG],
     "loss": [1.5, True, "", b"x", [], NAN], "precision": ["int8", "", 1, [], {}, torch.int32, NAN, True],
     "cluster": ["", "h10", 1, None, [], "a\0b", "x" * 5000, Path("/nowhere/x.toml"), Awkward()],
 }  # fmt: skip
