@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from autopar.ir.ops.sequence import halo
+from autopar.ir.ops.sequence.scan import reverse_cumsum
 from autopar.rules.rule import (
     Dim,
     Lowering,
     Rule,
+    RuleFunction,
     Spec,
     dims,
     letters,
@@ -51,16 +54,45 @@ def _same(x: Spec, dim: int, outputs: int, linear: bool = False) -> Rule:
     return Rule(equation, blocked=names[dim % x.ndim] if x.ndim else "", linear=((0,),) if linear else ())
 
 
-@rule(aten.cumsum.default)
-def cumsum(x: Spec, dim: int, *, dtype: Any = None) -> Rule:
-    """Running sum."""
-    return _same(x, dim, 1, linear=x.dtype != torch.bool)
+def _scan(target: Any, join: Any, reduce: Callable[[Any], Any], neutral: float, back: bool = False) -> RuleFunction:
+    """A scan of blocks: each device's own, joined with what the devices before it have in all, one row of each."""
+
+    def scan(x: Spec, dim: int, *, dtype: Any = None) -> Rule:
+        linear = ((0,),) if neutral == 0 and x.dtype != torch.bool else ()
+        names = letters(x.ndim)
+        if not x.ndim or (x.dtype is not None and x.dtype.is_complex):
+            return Rule(f"{names or '.'}->{names or '.'}", blocked=names[dim] if x.ndim else "", linear=linear)
+        along, ndim = dim % x.ndim, x.ndim
+        letter = names[along]
+        whole = x.dtype is not None and not x.dtype.is_floating_point
+        made = dtype or (torch.int64 if whole else x.dtype)
+        # Joined in the precision in which a kernel adds up, and rounded once.
+        wide = torch.float32 if made in (torch.float16, torch.bfloat16) else made
+
+        def build(context: Any, x: Any, *_: Any, **__: Any) -> Any:
+            own = target(aten._to_copy.default(x, dtype=wide) if wide != spec.dtype else x, along)
+            size = context.local_size(letter)
+            first, end = (0, 1) if back else (size - 1, size)
+            total = aten.slice.Tensor(own, along, first, end)
+            found = join(own, halo.before(context, total, ndim, reduce, neutral, back))
+            return found if made == wide else aten._to_copy.default(found, dtype=made)
+
+        spec = x
+        return Rule(f"{names}->{names}", lower={letter: Lowering(build)}, linear=linear)
+
+    return scan
 
 
-@rule(aten.cumprod.default, aten.logcumsumexp.default)
-def cumprod(x: Spec, dim: int, *, dtype: Any = None) -> Rule:
-    """Running product and the like."""
-    return _same(x, dim, 1)
+def _sum(gathered: Any) -> Any:
+    return aten.sum.dim_IntList(gathered, [0])
+
+
+rule(aten.cumsum.default)(_scan(aten.cumsum.default, aten.add.Tensor, _sum, 0))
+rule(reverse_cumsum)(_scan(reverse_cumsum, aten.add.Tensor, _sum, 0, back=True))
+rule(aten.cumprod.default)(_scan(aten.cumprod.default, aten.mul.Tensor, lambda x: aten.prod.dim_int(x, 0), 1))
+rule(aten.logcumsumexp.default)(
+    _scan(aten.logcumsumexp.default, aten.logaddexp.default, lambda x: aten.logsumexp.default(x, [0]), -math.inf)
+)
 
 
 @rule(aten.sort.default)

@@ -1,0 +1,61 @@
+"""Convolutions padded differently at both ends, as causal ones are, and their gradients.
+
+Torch has one number for both ends. Models pad the sequence first, or pad both ends and cut the result; either makes a
+tensor of another length, which cannot be split as the sequence is. Here both are one operator, as long as its argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+_NUMBERS = "int[] stride, int[] low, int[] high, int[] dilation, int groups"
+
+# Must stay alive: torch removes the operators with the library object.
+_library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(f"padded_convolution(Tensor x, Tensor weight, Tensor? bias, {_NUMBERS}) -> Tensor")
+_library.define(
+    f"padded_convolution_backward(Tensor grad, Tensor x, Tensor weight, int[]? bias_sizes, {_NUMBERS}, "
+    "bool[] output_mask) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def pads_of(low: Sequence[int], high: Sequence[int]) -> list[int]:
+    """The padding of all dims as `constant_pad_nd` wants it: last dim first."""
+    return [n for pair in zip(reversed(low), reversed(high), strict=True) for n in pair]
+
+
+def _padded_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None,
+    stride: list[int], low: list[int], high: list[int], dilation: list[int], groups: int,
+) -> Tensor:  # fmt: skip
+    wide = aten.constant_pad_nd.default(x, pads_of(low, high))
+    rest = [stride, [0] * len(low), dilation, False, [0] * len(low), groups]
+    found: Tensor = aten.convolution.default(wide, weight, bias, *rest)
+    return found
+
+
+def _padded_convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: list[int] | None,
+    stride: list[int], low: list[int], high: list[int], dilation: list[int], groups: int, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    wide = aten.constant_pad_nd.default(x, pads_of(low, high))
+    rest = [stride, [0] * len(low), dilation, False, [0] * len(low), groups, output_mask]
+    found = aten.convolution_backward.default(grad, wide, weight, bias_sizes, *rest)
+    of_x = None if found[0] is None else aten.constant_pad_nd.default(found[0], [-n for n in pads_of(low, high)])
+    return of_x, found[1], found[2]
+
+
+_library.impl("padded_convolution", _padded_convolution, "CompositeExplicitAutograd")
+_library.impl("padded_convolution_backward", _padded_convolution_backward, "CompositeExplicitAutograd")
+
+padded_convolution = torch.ops.autopar.padded_convolution.default
+"""A convolution with ``low`` zeros before each spatial dim and ``high`` behind it; negative: so many rows less."""
+
+padded_convolution_backward = torch.ops.autopar.padded_convolution_backward.default
+"""Its gradients of ``x``, ``weight`` and bias, those that ``output_mask`` asks for."""
