@@ -220,7 +220,7 @@ def _gradients_with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
         # Each output is a node of its own.
         found = [aten.alias.default(made[i]) if wanted else None for i, wanted in enumerate(mask)]
         if mask[0]:
-            found[0] = halo.add_window(context, made[0], 2 + dim, size, low, high, ndim)
+            found[0] = halo.add_window(context, made[0], ndim, 2 + dim, size, low, high)
         return tuple(found)
 
     return {letter: Lowering(build, least=-(-halo.reach(low, high) // window.stride))}

@@ -54,45 +54,43 @@ def _same(x: Spec, dim: int, outputs: int, linear: bool = False) -> Rule:
     return Rule(equation, blocked=names[dim % x.ndim] if x.ndim else "", linear=((0,),) if linear else ())
 
 
-def _scan(target: Any, join: Any, reduce: Callable[[Any], Any], neutral: float, back: bool = False) -> RuleFunction:
+def _scan(target: Any, join: Any, reduce: Callable[..., Any], neutral: float, back: bool = False) -> RuleFunction:
     """A scan of blocks: each device's own, joined with what the devices before it have in all, one row of each."""
 
     def scan(x: Spec, dim: int, *, dtype: Any = None) -> Rule:
         linear = ((0,),) if neutral == 0 and x.dtype != torch.bool else ()
-        names = letters(x.ndim)
-        if not x.ndim or (x.dtype is not None and x.dtype.is_complex):
+        names, given = letters(x.ndim), x.dtype
+        if not x.ndim or (given is not None and given.is_complex):
             return Rule(f"{names or '.'}->{names or '.'}", blocked=names[dim] if x.ndim else "", linear=linear)
-        along, ndim = dim % x.ndim, x.ndim
-        letter = names[along]
-        whole = x.dtype is not None and not x.dtype.is_floating_point
-        made = dtype or (torch.int64 if whole else x.dtype)
-        # Joined in the precision in which a kernel adds up, and rounded once.
+        along = dim % x.ndim
+        made = dtype or (torch.int64 if given is not None and not given.is_floating_point else given)
+        # What devices have in all is added up in the precision in which a kernel does it, and rounded once.
         wide = torch.float32 if made in (torch.float16, torch.bfloat16) else made
 
-        def build(context: Any, x: Any, *_: Any, **__: Any) -> Any:
-            own = target(aten._to_copy.default(x, dtype=wide) if wide != spec.dtype else x, along)
-            size = context.local_size(letter)
+        def build(context: Any, x: Any, *_: Any, **kwargs: Any) -> Any:
+            own, size = target(x, along, **kwargs), context.local_size(names[along])
             first, end = (0, 1) if back else (size - 1, size)
-            total = aten.slice.Tensor(own, along, first, end)
-            found = join(own, halo.before(context, total, ndim, reduce, neutral, back))
-            return found if made == wide else aten._to_copy.default(found, dtype=made)
+            total = aten.slice.Tensor(own, along, first, end) if made == wide else reduce(x, along, True, dtype=wide)
+            others = halo.before(context, total, lambda every: reduce(every, 0, False, dtype=wide), neutral, back)
+            return join(own, others if made == wide else aten._to_copy.default(others, dtype=made))
 
-        spec = x
-        return Rule(f"{names}->{names}", lower={letter: Lowering(build)}, linear=linear)
+        return Rule(f"{names}->{names}", lower={names[along]: Lowering(build)}, linear=linear)
 
     return scan
 
 
-def _sum(gathered: Any) -> Any:
-    return aten.sum.dim_IntList(gathered, [0])
+def _sum(x: Any, dim: int, keepdim: bool, dtype: torch.dtype) -> Any:
+    return aten.sum.dim_IntList(x, [dim], keepdim, dtype=dtype)
+
+
+def _logsumexp(x: Any, dim: int, keepdim: bool, dtype: torch.dtype) -> Any:
+    return aten.logsumexp.default(aten._to_copy.default(x, dtype=dtype), [dim], keepdim)
 
 
 rule(aten.cumsum.default)(_scan(aten.cumsum.default, aten.add.Tensor, _sum, 0))
 rule(reverse_cumsum)(_scan(reverse_cumsum, aten.add.Tensor, _sum, 0, back=True))
-rule(aten.cumprod.default)(_scan(aten.cumprod.default, aten.mul.Tensor, lambda x: aten.prod.dim_int(x, 0), 1))
-rule(aten.logcumsumexp.default)(
-    _scan(aten.logcumsumexp.default, aten.logaddexp.default, lambda x: aten.logsumexp.default(x, [0]), -math.inf)
-)
+rule(aten.cumprod.default)(_scan(aten.cumprod.default, aten.mul.Tensor, aten.prod.dim_int, 1))
+rule(aten.logcumsumexp.default)(_scan(aten.logcumsumexp.default, aten.logaddexp.default, _logsumexp, -math.inf))
 
 
 @rule(aten.sort.default)

@@ -240,7 +240,7 @@ def _may_shift(x: Spec, d: int, low: int) -> bool:
     return 2 * abs(low) <= x.shape[d] and not (x.dtype is not None and x.dtype.is_complex)
 
 
-def _shifted(d: int, letter: str, low: int, fill: Any, local: Callable[[Any], Any] = lambda x: x) -> Lowering:
+def _shifted(letter: str, d: int, low: int, fill: Any, local: Callable[[Any], Any] = lambda x: x) -> Lowering:
     """Elements of a dim moved up by ``low``; ``local``: what is done besides, to each device's part."""
 
     def build(context: Any, x: Any, *_: Any) -> Any:
@@ -262,7 +262,7 @@ def constant_pad_nd(x: Spec, pad: Sequence[int], value: float = 0) -> Rule:
         ((d, (low, high)),) = padded.items()
         if low + high == 0 and _may_shift(x, d, low):
             same = letters(x.ndim)
-            return Rule(f"{same}->{same}", linear=linear, lower={same[d]: _shifted(d, same[d], low, value)})
+            return Rule(f"{same}->{same}", linear=linear, lower={same[d]: _shifted(same[d], d, low, value)})
         pieces = _Pieces(x.ndim, d, math.gcd(x.shape[d], low, high) or 1)
         equation = f"{pieces.tensor(x.shape[d])}->{pieces.tensor(x.shape[d] + low + high)}"
         return pieces.rule(equation, linear=linear, scaled=pieces.scaled(1))
@@ -326,7 +326,7 @@ def roll(x: Spec, shifts: Sequence[int], rolled: Sequence[int] = ()) -> Rule:
     for d, n in steps.items():
         others = {other: m for other, m in steps.items() if other != d and m}
         if n and _may_shift(x, d, n):
-            lower[names[d]] = _shifted(d, names[d], n, None, partial(_rolled, others))
+            lower[names[d]] = _shifted(names[d], d, n, None, partial(_rolled, others))
     # A whole turn is none only as long as the dim has this size.
     blocked = "".join(names[d] for d in steps if names[d] not in lower)
     return Rule(f"{names}->{names}", blocked=blocked, lower=lower, linear=ONE)

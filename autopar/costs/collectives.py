@@ -133,7 +133,7 @@ def collective_seconds(kind: str, size: ArrayLike, n: ArrayLike, link: Link) -> 
     nodes = np.maximum(devices / link.neighbors, 1.0)
     seconds = (_function(form)(sizes, devices, nodes, link.latency, link.bandwidth) for form in forms)
     fastest = np.asarray(np.minimum.reduce(list(np.broadcast_arrays(*seconds))), dtype=np.float64)
-    return np.where(np.broadcast_to(devices, fastest.shape) > 1, fastest, 0.0)[()]
+    return np.where(devices > 1, fastest, 0.0)[()]
 
 
 Seconds = Callable[[ArrayLike, ArrayLike, Link], Array]

@@ -20,6 +20,7 @@ def scans() -> Iterator[Sample]:
         yield call(op, boolean(8, 2), 0)
         yield call(op, x(8).bfloat16(), 0)
         yield call(op, integer(9, 8), 0, dtype=torch.float64)
+        yield call(op, integer(9, 8), 0, dtype=torch.int32)
         yield call(op, torch.complex(x(4), x(4)), 0)
         yield call(op, x(), 0)
     for op in (aten.cumprod.default, aten.logcumsumexp.default):
@@ -44,6 +45,7 @@ def shifts() -> Iterator[Sample]:
     for pad in ([1, -1], [-1, 1], [-2, 2], [2, -2], [0, 0, 1, -1], [0, 0, -3, 3], [-8, 8]):
         yield call(aten.constant_pad_nd.default, x(2, 8, 8), pad)
     yield call(aten.constant_pad_nd.default, integer(9, 2, 8), [-1, 1], -100)
+    yield call(aten.constant_pad_nd.default, integer(9, 8), [1, -1], -100.0)
     yield call(aten.constant_pad_nd.default, boolean(8), [1, -1], True)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from autopar.ir.ops.sequence.own_rows import filled, filled_but
+
 aten = torch.ops.aten
 
 
@@ -35,27 +37,27 @@ def window(context: Any, x: Any, dim: int, size: int, low: int, high: int, fill:
     pieces = []
     if low > 0:
         came = context.shift(aten.slice.Tensor(x, dim, size - low, size))
-        pieces.append(_at_end(context, came, 0, fill))
+        pieces.append(_at_end(context, came, False, fill))
     first, last = max(-low, 0), size - max(-high, 0)
     if first < last:
         pieces.append(x if (first, last) == (0, size) else aten.slice.Tensor(x, dim, first, last))
     if high > 0:
         came = context.shift(aten.slice.Tensor(x, dim, 0, high), back=True)
-        pieces.append(_at_end(context, came, context.parts - 1, fill))
+        pieces.append(_at_end(context, came, True, fill))
     return pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, dim)
 
 
-def add_window(context: Any, grad: Any, dim: int, size: int, low: int, high: int, ndim: int) -> Any:
+def add_window(context: Any, grad: Any, ndim: int, dim: int, size: int, low: int, high: int) -> Any:
     """The gradient of a `window` that is filled with zeros: each device's rows get what others computed for them.
 
     Args:
         context: of the lowering.
         grad: of the window, ``low + size + high`` rows.
+        ndim: how many dims there are.
         dim: along which these are.
         size: how many rows the device has.
         low: as of the window.
         high: as of the window.
-        ndim: how many dims there are.
     """
     check(size, low, high)
     whole = low + size + high
@@ -65,10 +67,10 @@ def add_window(context: Any, grad: Any, dim: int, size: int, low: int, high: int
         own = aten.constant_pad_nd.default(own, pads(ndim, dim, max(-low, 0), max(-high, 0)))
     if low > 0:
         came = context.shift(aten.slice.Tensor(grad, dim, 0, low), back=True)
-        own = _add_rows(own, _at_end(context, came, context.parts - 1, 0.0), dim, size - low, size)
+        own = _add_rows(own, _at_end(context, came, True, 0.0), dim, size - low, size)
     if high > 0:
         came = context.shift(aten.slice.Tensor(grad, dim, whole - high, whole))
-        own = _add_rows(own, _at_end(context, came, 0, 0.0), dim, 0, high)
+        own = _add_rows(own, _at_end(context, came, False, 0.0), dim, 0, high)
     return own
 
 
@@ -87,38 +89,32 @@ def check(size: int, low: int, high: int) -> None:
         raise ValueError(f"a device has {size} rows, and a window of {low} before them and {high} behind needs more")
 
 
-def pads(ndim: int, dim: int, before: int, after: int) -> list[int]:
+def pads(ndim: int, dim: int, before: Any, after: Any) -> list[Any]:
     """What `constant_pad_nd` adds to one dim, as it wants it: last dim first."""
     return [0, 0] * (ndim - 1 - dim) + [before, after]
 
 
-def before(context: Any, total: Any, ndim: int, reduce: Any, neutral: Any, back: bool = False) -> Any:
+def before(context: Any, total: Any, reduce: Any, neutral: float, back: bool = False) -> Any:
     """What the devices before this one have together (or those after it), the same shape as each one's ``total``.
 
     Args:
         context: of the lowering.
         total: of this device's rows.
-        ndim: how many dims it has.
-        reduce: joins the first dim of ``[parts, ...]``.
+        reduce: joins the first dim of ``[devices, ...]``.
         neutral: changes nothing in it.
         back: of the devices after this one.
     """
-    every = context.all_gather(total)
-    ones = aten.new_ones.default(total, [context.parts], dtype=torch.int64)
-    numbers = aten.sub.Tensor(aten.cumsum.default(ones, 0), 1)
-    index = context.axis_index()
-    left_out = aten.le.Scalar(numbers, index) if back else aten.ge.Scalar(numbers, index)
-    # A mask for each device's number, of as many dims as what is gathered: broadcast over all but the first.
-    mask = aten.reshape.default(left_out, [context.parts, *[1] * ndim])
-    return reduce(aten.masked_fill.Scalar(every, mask, neutral))
+    every, index = context.all_gather(total), context.axis_index()
+    first, end = (index + 1, context.parts) if back else (0, index)
+    return reduce(filled_but(every, first, end, neutral))
 
 
-def _at_end(context: Any, came: Any, at: int, fill: Any) -> Any:
-    """What came, but on the device at one end, to which it came from the other: the filling."""
+def _at_end(context: Any, came: Any, last: bool, fill: Any) -> Any:
+    """What came, but on the last device (or the first), to which it came from the other end: the filling."""
     if fill is None:
         return came
-    index = aten.new_full.default(came, [1], context.axis_index(), dtype=torch.int64)
-    return aten.masked_fill.Scalar(came, aten.eq.Scalar(index, at), fill)
+    index = context.axis_index()
+    return filled(came, index >= context.parts - 1 if last else index < 1, fill)
 
 
 def _add_rows(own: Any, came: Any, dim: int, start: int, end: int) -> Any:
