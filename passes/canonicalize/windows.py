@@ -44,7 +44,7 @@ def merge_windows(program: Program) -> Program:
     if not any(n.target in _FOUND for n in program.graph.graph.nodes):
         return program
     graph = copy_graph(program.graph)
-    for form in (_shift, _pad_of_convolution, _cut_of_convolution, _gradients, _reversed_scan):
+    for form in (_shift, _pad_of_convolution, _cut_of_convolution, _gradients, _reversed_twice, _reversed_scan):
         for node in list(graph.graph.nodes):
             form(graph.graph, node)
     graph.graph.eliminate_dead_code()
@@ -342,6 +342,20 @@ def _again(node: Any, value: torch.Tensor) -> torch.Tensor:
         return value.permute(node.args[1]) if node.target is aten.permute.default else value.to(_value(node).dtype)
 
 
+def _reversed_twice(graph: fx.Graph, node: fx.Node) -> None:
+    """A dim in reverse, in reverse."""
+    source: Any = node.args[0] if node.target is aten.flip.default else None
+    if source is None or source.target is not aten.flip.default or _flipped(node) != _flipped(source):
+        return
+    pass_on(node, source.args[0])
+    node.replace_all_uses_with(source.args[0])
+
+
+def _flipped(node: fx.Node) -> list[int]:
+    dims: Any = node.args[1]
+    return sorted(d % _value(node).ndim for d in dims)
+
+
 def _reversed_scan(graph: fx.Graph, node: fx.Node) -> None:
     """A running sum of a dim in reverse, in reverse."""
     if node.target is not aten.flip.default:
@@ -350,11 +364,9 @@ def _reversed_scan(graph: fx.Graph, node: fx.Node) -> None:
     first: Any = scan.args[0] if scan.target is aten.cumsum.default and len(scan.users) == 1 else None
     if first is None or first.target is not aten.flip.default:
         return
-    ndim = _value(node).ndim
-    lists: list[Any] = [flip.args[1] for flip in (node, first)]
-    along = {tuple(d % ndim for d in dims) for dims in lists}
-    if along == {(scan.args[1] % ndim,)}:
-        node.target, node.args = reverse_cumsum, (first.args[0], scan.args[1] % ndim)
+    along = scan.args[1] % _value(node).ndim
+    if _flipped(node) == _flipped(first) == [along]:
+        node.target, node.args = reverse_cumsum, (first.args[0], along)
         node.kwargs = {k: v for k, v in scan.kwargs.items() if v is not None}
 
 

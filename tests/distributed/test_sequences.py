@@ -1,0 +1,51 @@
+"""Four ranks with parts of one sequence: rows of neighbors for convolutions and shifts, totals for running sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.distributed.models import slow_devices
+from tests.distributed.steps import TOLERANCE, follow
+
+pytestmark = pytest.mark.distributed
+
+
+def steps(
+    rank: int, name: str, sizes: tuple[int, ...], roles: dict[str, str], pins: dict[str, Any]
+) -> tuple[float, int]:
+    """Three steps of AdamW, and how often ranks send a block to another."""
+    from autopar.ir.ops.sequence.send_block import send_block
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+    from tests.strategies.sequence_models import MODELS
+
+    model, batch = MODELS[name]
+    search = Search(roles=roles, pins=pins) if roles else Search(recipe="random", seed=2, pins=pins)
+    plain = model().double()
+    options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT}
+    parallel: Any = parallelize(model().double(), mesh_of(*sizes), search=search, **options)
+    argument = "tokens" if name == "shifts" else "x"
+    worst = follow(parallel, plain, [{argument: batch.roll(step, 0)} for step in range(3)])
+    graphs = (parallel.forward_graph, parallel.backward_graph)
+    return worst, sum(n.target is send_block for graph in graphs for n in graph.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "roles", "pins"),
+    [
+        ("recurrence", (4,), {"a": "context"}, {}),
+        ("shifts", (2, 2), {"a": "context", "b": "context"}, {"recompute": "search"}),
+        ("residual", (2, 2), {}, {}),
+        pytest.param("image", (4,), {}, {}, marks=pytest.mark.deep),
+        pytest.param("recurrence", (2, 2), {"a": "data", "b": "context"}, {}, marks=pytest.mark.deep),
+    ],
+)
+def test_ranks_have_parts_of_a_sequence(
+    ranks: Ranks, name: str, sizes: tuple[int, ...], roles: dict[str, str], pins: dict[str, Any]
+) -> None:
+    results = ranks.run(steps, name, sizes, roles, pins)
+    assert max(worst for worst, _ in results) < TOLERANCE
+    assert min(sends for _, sends in results) > 0
