@@ -9,12 +9,13 @@ import pytest
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
 from tests.distributed.steps import TOLERANCE, follow
+from tests.distributed.test_compile import aot_eager
 
 pytestmark = pytest.mark.distributed
 
 
 def steps(
-    rank: int, name: str, sizes: tuple[int, ...], roles: dict[str, str], pins: dict[str, Any]
+    rank: int, name: str, sizes: tuple[int, ...], roles: dict[str, str], pins: dict[str, Any], compile: Any = False
 ) -> tuple[float, int]:
     """Three steps of AdamW, and how often ranks send a block to another."""
     from autopar.ir.ops.sequence.send_block import send_block
@@ -25,7 +26,7 @@ def steps(
     model, batch = MODELS[name]
     search = Search(roles=roles, pins=pins) if roles else Search(recipe="random", seed=2, pins=pins)
     plain = model().double()
-    options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT}
+    options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT, "compile": compile}
     parallel: Any = parallelize(model().double(), mesh_of(*sizes), search=search, **options)
     argument = "tokens" if name == "shifts" else "x"
     worst = follow(parallel, plain, [{argument: batch.roll(step, 0)} for step in range(3)])
@@ -49,3 +50,21 @@ def test_ranks_have_parts_of_a_sequence(
     results = ranks.run(steps, name, sizes, roles, pins)
     assert max(worst for worst, _ in results) < TOLERANCE
     assert min(sends for _, sends in results) > 0
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["recurrence", "shifts"])
+def test_compiled_regions_lie_between(ranks: Ranks, name: str) -> None:
+    results = ranks.run(steps, name, (4,), {"a": "context"}, {}, aot_eager)
+    assert max(worst for worst, _ in results) < TOLERANCE
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "pins", [{"stages": 2, "microbatches": 2}, {"microbatches": 2}], ids=["stages", "microbatches"]
+)
+def test_beside_stages_and_microbatches(ranks: Ranks, pins: dict[str, Any]) -> None:
+    results = ranks.run(steps, "recurrence", (2, 2), {"b": "context"}, pins)
+    assert max(worst for worst, _ in results) < TOLERANCE
+    if "stages" not in pins:
+        assert min(sends for _, sends in results) > 0
