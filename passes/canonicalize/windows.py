@@ -150,7 +150,7 @@ def _shift(graph: fx.Graph, node: fx.Node) -> None:
         node.replace_all_uses_with(whole.source)
         return
     numbers = pads(_value(node).ndim, whole.dim, whole.low, whole.high)
-    node.target, node.args, node.kwargs = aten.constant_pad_nd.default, (whole.source, numbers, whole.fill), {}
+    _become(node, aten.constant_pad_nd.default, whole.source, numbers, whole.fill)
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _numbers(node: fx.Node) -> _Convolution | None:
 def _padded_source(x: Any) -> tuple[fx.Node, list[fx.Node]] | None:
     """A padding with zeros under a value, and what stands between them."""
     between: list[fx.Node] = []
-    while isinstance(x, fx.Node) and x.target in _MOVES:
+    while isinstance(x, fx.Node) and _moves(x):
         between.insert(0, x)
         x = x.args[0]
     if not isinstance(x, fx.Node) or x.target is not aten.constant_pad_nd.default:
@@ -262,7 +262,7 @@ def _pad_of_convolution(graph: fx.Graph, node: fx.Node) -> None:
     if whole is None or not whole.keeps_length(_cropped(node.args[0], between, pad), _value(node.args[1])):
         return
     x = _unpadded(graph, node, pad, between)
-    node.target, node.args = padded_convolution, (x, *node.args[1:3], *whole.args)
+    _become(node, padded_convolution, x, *node.args[1:3], *whole.args)
 
 
 def _cut_of_convolution(graph: fx.Graph, node: fx.Node) -> None:
@@ -273,7 +273,7 @@ def _cut_of_convolution(graph: fx.Graph, node: fx.Node) -> None:
     numbers = _numbers(source) if source.target in (_FORWARD, padded_convolution) else None
     whole = None if numbers is None else numbers.cut(ends)
     if whole is not None and whole.keeps_length(_value(source.args[0]), _value(source.args[1])):
-        node.target, node.args = padded_convolution, (*source.args[:3], *whole.args)
+        _become(node, padded_convolution, *source.args[:3], *whole.args)
 
 
 def _gradients(graph: fx.Graph, node: fx.Node) -> None:
@@ -300,8 +300,7 @@ def _gradients(graph: fx.Graph, node: fx.Node) -> None:
         return
     if found is not None:
         x = _unpadded(graph, node, *found)
-    node.target, node.args = padded_convolution_backward, (grad, x, weight, bias, *numbers.args, mask)
-    node.meta["val"] = computed(node)
+    _become(node, padded_convolution_backward, grad, x, weight, bias, *numbers.args, mask)
     if found is not None and last is not None:
         for moved in chain:
             moved.meta["val"] = node.meta["val"][0] if moved is chain[0] else _again(moved, _value(moved.args[0]))
@@ -315,7 +314,7 @@ def _gradient_of_padding(node: fx.Node, pad: fx.Node) -> tuple[list[fx.Node], fx
     wanted = {d: (-a, -b) for d, (a, b) in _padding(pad).items() if a or b}
     while chain and len(chain[-1].users) == 1:
         (user,) = chain[-1].users
-        if user.target in _MOVES:
+        if _moves(user):
             chain.append(user)
             continue
         ends = _ends(user)
@@ -368,6 +367,18 @@ def _reversed_scan(graph: fx.Graph, node: fx.Node) -> None:
     if _flipped(node) == _flipped(first) == [along]:
         node.target, node.args = reverse_cumsum, (first.args[0], along)
         node.kwargs = {k: v for k, v in scan.kwargs.items() if v is not None}
+
+
+def _become(node: fx.Node, target: Any, *args: Any) -> None:
+    """Make a node another call, which makes memory of its own where the old one was a view."""
+    node.target, node.args, node.kwargs = target, args, {}
+    node.meta["val"] = computed(node)
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether a node does nothing but permute or cast."""
+    same = node.target in _MOVES and _value(node).device == _value(node.args[0]).device
+    return same and (node.target is aten.permute.default or set(node.kwargs) <= {"dtype", "memory_format"})
 
 
 def _value(node: Any) -> torch.Tensor:

@@ -112,7 +112,7 @@ class Turned(nn.Module):
         self.weight = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turned = (x * self.weight).roll((1, -2), (1, 2)).flip(1, 2)
+        turned = (x * self.weight).roll((1, -2), (1, 2)).flip(1, 2) + self.weight.cumsum(0).roll(1, 0)
         return (turned * (x * self.weight).cumsum(2)).tanh().sum()
 
 
