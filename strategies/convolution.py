@@ -179,12 +179,24 @@ def _flops(call: _Call, x: Spec, weight: Spec) -> float:
     return count
 
 
-def _padded_bytes(call: _Call, x: Spec) -> float:
-    """Bytes of a copy with zeros around it, written and read, where ends are padded differently."""
+def _copied(call: _Call, x: Spec, out: float, backward: bool, of_x: bool) -> float:
+    """Bytes of what an operator that pads ends differently writes and reads besides, see `ours`.
+
+    Args:
+        call: the convolution.
+        x: its argument.
+        out: elements of its result.
+        backward: of its gradients.
+        of_x: whether that of its argument is asked for.
+    """
+    stride, low, high = call.args[:3]
+    item = getattr(x.dtype, "itemsize", 4)
     if not call.different:
         return 0.0
+    if ours.padding_of_both(stride, low, high) is not None:
+        return 2.0 * out * item * backward
     sizes = (n + w.low + w.high for n, w in zip(x.shape[2:], call.windows, strict=True))
-    return 2.0 * math.prod((*x.shape[:2], *sizes)) * getattr(x.dtype, "itemsize", 4)
+    return 2.0 * math.prod((*x.shape[:2], *sizes)) * item * (1 + of_x)
 
 
 def _with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
@@ -241,12 +253,12 @@ def _forward_rule(x: Spec, weight: Spec, bias: Spec | None, args: Sequence[Any],
         lower=_with_neighbors(call, x),
         sizes=names.sizes,
         flops=_flops(call, x, weight),
-        between=_padded_bytes(call, x),
+        between=_copied(call, x, 0.0, backward=False, of_x=False),
     )
 
 
 def _backward_rule(
-    x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, args: Sequence[Any], different: bool
+    grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, args: Sequence[Any], different: bool
 ) -> Rule:
     *numbers, mask = args
     call = _Call.of(weight, numbers, different)
@@ -265,7 +277,7 @@ def _backward_rule(
         lower=_gradients_with_neighbors(call, x),
         sizes=names.sizes,
         flops=2.0 * _flops(call, x, weight),
-        between=(1 + bool(mask[0])) * _padded_bytes(call, x),
+        between=_copied(call, x, math.prod(grad.shape), backward=True, of_x=bool(mask[0])),
     )
 
 
@@ -284,7 +296,7 @@ def padded_convolution(x: Spec, weight: Spec, bias: Spec | None, *args: Any) -> 
 @rule(aten.convolution_backward.default)
 def convolution_backward(grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, *args: Any) -> Rule:
     """Gradients of input, weight and bias; ``args`` as of the convolution, and the output mask."""
-    return _backward_rule(x, weight, bias_sizes, args, different=False)
+    return _backward_rule(grad, x, weight, bias_sizes, args, different=False)
 
 
 @rule(ours.padded_convolution_backward)
@@ -292,7 +304,7 @@ def padded_convolution_backward(
     grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, *args: Any
 ) -> Rule:
     """The same of a convolution that is padded differently at both ends."""
-    return _backward_rule(x, weight, bias_sizes, args, different=True)
+    return _backward_rule(grad, x, weight, bias_sizes, args, different=True)
 
 
 def _planes(x: Spec, spatial: int) -> tuple[str, str, str, str]:
