@@ -37,7 +37,7 @@ def sends(program: Program) -> int:
 def test_equal_values(name: str, axes: dict[str, int]) -> None:
     model, batch = MODELS[name]
     made = []
-    for seed in range(3):
+    for seed in range(2):
         report = verify(model().double(), (batch,), axes, plan="random", seed=seed)
         assert report.max_error < 1e-10
         made.append(sends(report.program))
@@ -119,7 +119,7 @@ class Turned(nn.Module):
 def test_two_dims_take_different_code() -> None:
     x = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     made = 0
-    for seed in range(6):
+    for seed in range(3):
         report = verify(Turned().double(), (x,), {"a": 2, "b": 2}, plan="random", seed=seed)
         assert report.max_error < 1e-10
         made += sends(report.program)
