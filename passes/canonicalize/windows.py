@@ -4,13 +4,11 @@ Before::
 
     longer = aten.constant_pad_nd(labels, [0, 1], -100); shifted = aten.slice(longer, 1, 1, 17)
     c = aten.convolution(x, w, b, [1], [3], ...); causal = aten.slice(c, 2, 0, 16)      # x [batch, channels, 16]
-    a = aten.flip(g, [1]); s = aten.cumsum(a, 1); r = aten.flip(s, [1])
 
 After::
 
     shifted = aten.constant_pad_nd(labels, [-1, 1], -100)
     causal = autopar.padded_convolution(x, w, b, [1], [3], [0], ...)
-    r = autopar.reverse_cumsum(g, 1)
 
 So are zeros before a convolution, and gradients of all of these. A dim of another length is another factor, which no
 split of the sequence reaches.
@@ -24,17 +22,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import computed, copy_graph
+from autopar.ir.graph import computed, copy_graph, insert_call
 from autopar.ir.module_outputs import pass_on
 from autopar.ir.ops.sequence.halo import pads
 from autopar.ir.ops.sequence.padded_convolution import padded_convolution, padded_convolution_backward
-from autopar.ir.ops.sequence.scan import reverse_cumsum
 from autopar.ir.program import Program
 
 aten = torch.ops.aten
 
 _FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.default
-_FOUND = {aten.constant_pad_nd.default, aten.slice.Tensor, aten.slice_backward.default, aten.flip.default}
+_FOUND = {aten.constant_pad_nd.default, aten.slice.Tensor, aten.slice_backward.default}
 _MOVES = (aten.permute.default, aten._to_copy.default)
 """What may stand between padding and a convolution."""
 
@@ -44,7 +41,7 @@ def merge_windows(program: Program) -> Program:
     if not any(n.target in _FOUND for n in program.graph.graph.nodes):
         return program
     graph = copy_graph(program.graph)
-    for form in (_shift, _pad_of_convolution, _cut_of_convolution, _gradients, _reversed_twice, _reversed_scan):
+    for form in (_shift, _pad_of_convolution, _cut_of_convolution, _gradients):
         for node in list(graph.graph.nodes):
             form(graph.graph, node)
     graph.graph.eliminate_dead_code()
@@ -265,15 +262,37 @@ def _pad_of_convolution(graph: fx.Graph, node: fx.Node) -> None:
     _become(node, padded_convolution, x, *node.args[1:3], *whole.args)
 
 
+def _turned(x: Any, alone: bool = False) -> tuple[Any, list[fx.Node]]:
+    """What is under permutations, and these; ``alone``: as far as nothing else reads it."""
+    between: list[fx.Node] = []
+    while isinstance(x, fx.Node) and x.target is aten.permute.default and not (alone and len(x.users) > 1):
+        between.insert(0, x)
+        x = x.args[0]
+    return x, between
+
+
 def _cut_of_convolution(graph: fx.Graph, node: fx.Node) -> None:
     """Outputs that are cut off are not computed."""
-    source, ends = node.args[0] if node.args else None, _ends(node)
-    if node.target is not aten.slice.Tensor or ends is None or not isinstance(source, fx.Node) or len(source.users) > 1:
+    ends = _ends(node) if node.target is aten.slice.Tensor else None
+    source, between = _turned(node.args[0], alone=True) if ends is not None else (None, [])
+    if ends is None or not isinstance(source, fx.Node) or len(source.users) > 1:
         return
+    orders: list[Any] = [n.args[1] for n in between]
+    for order in reversed(orders):
+        ends = replace(ends, dim=order[ends.dim])
     numbers = _numbers(source) if source.target in (_FORWARD, padded_convolution) else None
     whole = None if numbers is None else numbers.cut(ends)
-    if whole is not None and whole.keeps_length(_value(source.args[0]), _value(source.args[1])):
-        _become(node, padded_convolution, *source.args[:3], *whole.args)
+    if whole is None or not whole.keeps_length(_value(source.args[0]), _value(source.args[1])):
+        return
+    arguments = (*source.args[:3], *whole.args)
+    if not orders:
+        _become(node, padded_convolution, *arguments)
+        return
+    with graph.inserting_before(node):
+        made = insert_call(graph, source, padded_convolution, *arguments)
+        for turned, order in zip(between[:-1], orders[:-1], strict=True):
+            made = insert_call(graph, turned, aten.permute.default, made, order)
+    _become(node, aten.permute.default, made, orders[-1])
 
 
 def _gradients(graph: fx.Graph, node: fx.Node) -> None:
@@ -283,10 +302,14 @@ def _gradients(graph: fx.Graph, node: fx.Node) -> None:
         return
     grad, x, weight, bias = node.args[:4]
     mask: Any = node.args[-1]
-    ends, chain, last = _ends(grad), list[fx.Node](), None
+    chain, last, (given, turns) = list[fx.Node](), None, _turned(grad)
+    ends = _ends(given)
     if ends is not None and ends.fill == 0 and min(ends.low, ends.high) >= 0:
-        cut = numbers.cut(replace(ends, low=-ends.low, high=-ends.high))
-        numbers, grad = (numbers, grad) if cut is None else (cut, ends.source)
+        (dim,) = _as_seen({ends.dim: (0, 0)}, turns)
+        cut = numbers.cut(replace(ends, dim=dim, low=-ends.low, high=-ends.high))
+        numbers, given, turns = (numbers, grad, []) if cut is None else (cut, ends.source, turns)
+    else:
+        given, turns = grad, []
     shown, found = _value(x), _padded_source(x)
     if found is not None:
         pad, between = found
@@ -300,7 +323,10 @@ def _gradients(graph: fx.Graph, node: fx.Node) -> None:
         return
     if found is not None:
         x = _unpadded(graph, node, *found)
-    _become(node, padded_convolution_backward, grad, x, weight, bias, *numbers.args, mask)
+    with graph.inserting_before(node):
+        for turn in turns:
+            given = insert_call(graph, turn, aten.permute.default, given, turn.args[1])
+    _become(node, padded_convolution_backward, given, x, weight, bias, *numbers.args, mask)
     if found is not None and last is not None:
         for moved in chain:
             moved.meta["val"] = node.meta["val"][0] if moved is chain[0] else _again(moved, _value(moved.args[0]))
@@ -339,34 +365,6 @@ def _again(node: Any, value: torch.Tensor) -> torch.Tensor:
     """A permutation or a cast, of another tensor."""
     with torch.no_grad():
         return value.permute(node.args[1]) if node.target is aten.permute.default else value.to(_value(node).dtype)
-
-
-def _reversed_twice(graph: fx.Graph, node: fx.Node) -> None:
-    """A dim in reverse, in reverse."""
-    source: Any = node.args[0] if node.target is aten.flip.default else None
-    if source is None or source.target is not aten.flip.default or _flipped(node) != _flipped(source):
-        return
-    pass_on(node, source.args[0])
-    node.replace_all_uses_with(source.args[0])
-
-
-def _flipped(node: fx.Node) -> list[int]:
-    dims: Any = node.args[1]
-    return sorted(d % _value(node).ndim for d in dims)
-
-
-def _reversed_scan(graph: fx.Graph, node: fx.Node) -> None:
-    """A running sum of a dim in reverse, in reverse."""
-    if node.target is not aten.flip.default:
-        return
-    scan: Any = node.args[0]
-    first: Any = scan.args[0] if scan.target is aten.cumsum.default and len(scan.users) == 1 else None
-    if first is None or first.target is not aten.flip.default:
-        return
-    along = scan.args[1] % _value(node).ndim
-    if _flipped(node) == _flipped(first) == [along]:
-        node.target, node.args = reverse_cumsum, (first.args[0], along)
-        node.kwargs = {k: v for k, v in scan.kwargs.items() if v is not None}
 
 
 def _become(node: fx.Node, target: Any, *args: Any) -> None:

@@ -33,6 +33,10 @@ def causal(x: Tensor, conv: nn.Conv1d) -> Tensor:
     return conv(x.transpose(1, 2))[..., :LENGTH]
 
 
+def cut_when_turned(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return conv(x.transpose(1, 2)).transpose(1, 2)[:, :LENGTH]
+
+
 def padded(x: Tensor, conv: nn.Conv1d) -> Tensor:
     return conv(F.pad(x.transpose(1, 2), (2, 0)))
 
@@ -103,6 +107,7 @@ CONVOLUTIONS = ("padded_convolution", "padded_convolution_backward")
     ("function", "conv", "made", "gone"),
     [
         (causal, {"padding": 2}, CONVOLUTIONS, ("convolution", "slice", "slice_backward")),
+        (cut_when_turned, {"padding": 2}, CONVOLUTIONS, ("convolution", "slice", "slice_backward")),
         (padded, {}, CONVOLUTIONS, ("convolution", "constant_pad_nd")),
         (padded_before_it_is_turned, {}, CONVOLUTIONS, ("convolution", "constant_pad_nd")),
         (padded_and_cast, {}, ("padded_convolution",), ()),
