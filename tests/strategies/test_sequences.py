@@ -160,3 +160,22 @@ def test_no_shape_depends_on_the_device(parts: int) -> None:
         numbers = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), int | bool)]
         if str(node.target) in ("aten.slice.Tensor", "aten.constant_pad_nd.default"):
             assert not numbers, node.name
+
+
+@deep
+def test_mamba2() -> None:
+    """Whose convolution and chunks are split, the sequence of chunks being short."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    sizes = {"hidden_size": 8, "state_size": 4, "head_dim": 4, "num_heads": 4, "n_groups": 1, "chunk_size": 4}
+    config = Mamba2Config(vocab_size=32, num_hidden_layers=1, conv_kernel=4, use_cache=False, **sizes)
+    torch.manual_seed(0)
+    model = Mamba2ForCausalLM(config).double()
+    tokens = torch.randint(32, (2, 16))
+    made = 0
+    for seed in range(3):
+        batch = {"input_ids": tokens, "labels": tokens}
+        report = verify(model, batch, {"a": 2, "b": 2}, plan="random", seed=seed)
+        assert report.max_error < 1e-10
+        made += sends(report.program)
+    assert made
