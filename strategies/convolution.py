@@ -1,107 +1,310 @@
 """Convolution, pooling and resampling, forward and backward: batch, groups, channels, and whole patches.
 
 Where the kernel is as large as the stride and nothing is padded (1x1 convolutions, patch embeddings), every output
-reads a patch of its own: the spatial dims are ``(Xu)`` and free in X.
+reads a patch of its own: the spatial dims are ``(Xu)`` and free in X. Where the output is as long as the input, but for
+the stride, one spatial dim may be split all the same: a device gets the rows that its outputs read from its neighbors.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autopar.rules.rule import Rule, Spec, dims, letters, rule
+from autopar.ir.ops.sequence import halo
+from autopar.ir.ops.sequence import padded_convolution as ours
+from autopar.rules.rule import Lowering, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
 
-INSIDE, KERNEL, OUTSIDE = "xyz", "uvw", "XYZ"
+INSIDE, KERNEL, OUTSIDE, REST = "xyz", "uvw", "XYZ", "pqr"
 
 
-def _spatial(x: Spec, weight: Spec, args: Sequence[Any]) -> tuple[list[str], list[str], list[str], str]:
-    """Letters of the spatial dims of input, weight and output, and which of them are blocked."""
-    stride, padding, dilation, transposed, output_padding, _ = args
-    small = INSIDE if transposed else OUTSIDE
-    sides: tuple[list[str], list[str], list[str]] = ([], [], [])
-    blocked = ""
-    for i, size in enumerate(x.shape[2:]):
-        k = weight.shape[2 + i]
-        # Each output reads a patch of its own, so that positions may be split like samples.
-        patches = (
-            k == _at(stride, i)
-            and _at(padding, i) == 0
-            and (_at(dilation, i) == 1 or k == 1)
-            and _at(output_padding, i) == 0
-            and (transposed or size % k == 0)
-        )
-        if patches:
-            fine, coarse = small[i] + KERNEL[i], small[i]
-            sides[0].append(coarse if transposed else fine)
-            sides[2].append(fine if transposed else coarse)
-            blocked += KERNEL[i]
+@dataclass(frozen=True)
+class _Window:
+    """What one output position reads along one spatial dim.
+
+    Attributes:
+        kernel: size of the kernel.
+        stride: from one output's first element to the next one's.
+        low: zeros before the first element.
+        high: zeros behind the last.
+        step: from one element of the kernel to the next.
+    """
+
+    kernel: int
+    stride: int
+    low: int
+    high: int
+    step: int
+
+    @property
+    def reach(self) -> int:
+        """Elements from the first that an output reads to its last."""
+        return self.step * (self.kernel - 1) + 1
+
+    @property
+    def behind(self) -> int:
+        """How many elements behind a block's last one its last output reads; negative: so many it leaves."""
+        return self.reach - self.low - self.stride
+
+    def outputs(self, size: int) -> int:
+        """How many positions of a dim have an output."""
+        return (size + self.low + self.high - self.reach) // self.stride + 1
+
+    def aligned(self, size: int) -> bool:
+        """Whether a block of input is a block of output, as many times as long as the stride says."""
+        return size == self.outputs(size) * self.stride
+
+    @property
+    def alone(self) -> bool:
+        """Whether the outputs of a block read nothing but that block."""
+        return self.low == 0 and self.behind <= 0
+
+    @property
+    def tiles(self) -> bool:
+        """Whether outputs read consecutive patches."""
+        return self.kernel == self.stride and self.low == self.high == 0 and (self.step == 1 or self.kernel == 1)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A convolution.
+
+    Attributes:
+        windows: of each spatial dim.
+        args: stride, low and high padding, dilation, whether it is transposed, output padding, groups.
+        different: whether it may be padded differently at both ends.
+    """
+
+    windows: tuple[_Window, ...]
+    args: tuple[Any, ...]
+    different: bool
+
+    @staticmethod
+    def of(weight: Spec, args: Sequence[Any], different: bool) -> "_Call":
+        """From the arguments behind the tensors."""
+        count = len(weight.shape) - 2
+        if different:
+            stride, low, high, dilation, groups = args
+            transposed, more = False, [0] * count
         else:
-            sides[0].append(INSIDE[i])
-            sides[2].append(OUTSIDE[i])
-            blocked += INSIDE[i] + KERNEL[i] + OUTSIDE[i]
-        sides[1].append(KERNEL[i])
-    return *sides, blocked
+            stride, low, dilation, transposed, more, groups = args
+            high = low
+        lists = [[_at(n, i) for i in range(count)] for n in (stride, low, high, dilation)]
+        windows = tuple(_Window(weight.shape[2 + i], *(n[i] for n in lists)) for i in range(count))
+        return _Call(windows, (*lists, transposed, more, groups), different)
+
+    def tiles(self, i: int, size: int) -> bool:
+        """Whether patches tile a spatial dim: each output reads one of its own, and they are split like samples."""
+        transposed, more = self.args[4:6]
+        return self.windows[i].tiles and more[i] == 0 and (transposed or size % self.windows[i].kernel == 0)
+
+    def shared(self, x: Spec) -> int | None:
+        """The first other spatial dim of which devices may have blocks, if they get rows of their neighbors."""
+        found = (i for i, w in enumerate(self.windows) if w.aligned(n := x.shape[2 + i]) and not self.tiles(i, n))
+        return None if self.args[4] or not _sends(x) else next(found, None)
+
+    def within(self, dim: int, groups: int) -> tuple[list[Any], bool]:
+        """Arguments of the same on elements that have been padded along ``dim``, and whether ends are different."""
+        stride, low, high, dilation, _, more, _ = self.args
+        low, high = ([0 if i == dim else n for i, n in enumerate(side)] for side in (low, high))
+        if low != high or min(low) < 0:
+            return [stride, low, high, dilation, groups], True
+        return [stride, low, dilation, False, more, groups], False
 
 
 def _at(sizes: Sequence[int], i: int) -> int:
     return sizes[i] if len(sizes) > 1 else sizes[0]
 
 
-def _tensors(x: Spec, weight: Spec, args: Sequence[Any]) -> tuple[str, str, str, str]:
-    """Equations of input, weight and output, and the blocked letters."""
-    inside, kernel, outside, blocked = _spatial(x, weight, args)
+def _sends(x: Spec) -> bool:
+    """Whether blocks of a tensor can be sent."""
+    return x.dtype is None or not x.dtype.is_complex
+
+
+@dataclass(frozen=True)
+class _Letters:
+    """Equations of a convolution's tensors.
+
+    Attributes:
+        x: of the input.
+        weight: of the weight.
+        out: of the output.
+        blocked: letters along which it cannot be split.
+        sizes: of the letters that shapes do not tell.
+    """
+
+    x: str
+    weight: str
+    out: str
+    blocked: str
+    sizes: dict[str, int]
+
+
+def _letters_of(call: _Call, x: Spec) -> _Letters:
+    transposed = call.args[4]
+    small = INSIDE if transposed else OUTSIDE
+    inside, outside, blocked = list[str](), list[str](), ""
+    sizes = {"g": call.args[6]}
+    shared = call.shared(x)
+    for i, (window, size) in enumerate(zip(call.windows, x.shape[2:], strict=True)):
+        blocked += KERNEL[i]
+        if call.tiles(i, size):
+            fine, coarse = small[i] + KERNEL[i], small[i]
+            inside.append(coarse if transposed else fine)
+            outside.append(fine if transposed else coarse)
+        elif i == shared:
+            rest = REST[i] if window.stride > 1 else ""
+            sizes |= {rest: window.stride} if rest else {}
+            inside.append(OUTSIDE[i] + rest)
+            outside.append(OUTSIDE[i])
+            blocked += rest
+        else:
+            inside.append(INSIDE[i])
+            outside.append(OUTSIDE[i])
+            blocked += INSIDE[i] + OUTSIDE[i]
     # A transposed convolution's weight has input channels first.
-    first = ["gi", "o"] if args[3] else ["go", "i"]
-    return dims(["n", "gi", *inside]), dims([*first, *kernel]), dims(["n", "go", *outside]), blocked
+    first = ["gi", "o"] if transposed else ["go", "i"]
+    kernel = KERNEL[: len(inside)]
+    return _Letters(dims(["n", "gi", *inside]), dims([*first, *kernel]), dims(["n", "go", *outside]), blocked, sizes)
 
 
-def _flops(x: Spec, weight: Spec, args: Sequence[Any]) -> float:
+def _flops(call: _Call, x: Spec, weight: Spec) -> float:
     """Two operations for each weight, sample and position (of the input where transposed, else of the output)."""
     count = 2.0 * x.shape[0] * math.prod(weight.shape)
-    for i in range(x.ndim - 2):
-        s, p, d = _at(args[0], i), _at(args[1], i), _at(args[2], i)
-        positions = x.shape[2 + i]
-        count *= positions if args[3] else (positions + 2 * p - d * (weight.shape[2 + i] - 1) - 1) // s + 1
+    for window, size in zip(call.windows, x.shape[2:], strict=True):
+        count *= size if call.args[4] else window.outputs(size)
     return count
+
+
+def _copied(call: _Call, x: Spec, out: float, backward: bool, of_x: bool) -> float:
+    """Bytes of what an operator that pads ends differently writes and reads besides, see `ours`.
+
+    Args:
+        call: the convolution.
+        x: its argument.
+        out: elements of its result.
+        backward: of its gradients.
+        of_x: whether that of its argument is asked for.
+    """
+    stride, low, high = call.args[:3]
+    item = getattr(x.dtype, "itemsize", 4)
+    if not call.different:
+        return 0.0
+    if ours.padding_of_both(stride, low, high) is not None:
+        return 2.0 * out * item * backward
+    sizes = (n + w.low + w.high for n, w in zip(x.shape[2:], call.windows, strict=True))
+    return 2.0 * math.prod((*x.shape[:2], *sizes)) * item * (1 + of_x)
+
+
+def _with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
+    """The convolution of a block of rows, with those of the neighbors that it reads."""
+    dim = call.shared(x)
+    if dim is None or (window := call.windows[dim]).alone:
+        return {}
+    low, high, letter = window.low, window.behind, OUTSIDE[dim]
+
+    def build(context: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
+        size = context.local_size(letter) * window.stride
+        wide = halo.window(context, x, 2 + dim, size, low, high, 0.0)
+        rest, different = call.within(dim, args[-1])
+        return (ours.padded_convolution if different else aten.convolution.default)(wide, weight, bias, *rest)
+
+    return {letter: Lowering(build, least=-(-halo.reach(low, high) // window.stride))}
+
+
+def _gradients_with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
+    """Its gradients: those of rows that neighbors read come back, those of weights are terms of sums."""
+    dim = call.shared(x)
+    if dim is None or (window := call.windows[dim]).alone:
+        return {}
+    low, high, letter, ndim = window.low, window.behind, OUTSIDE[dim], x.ndim
+
+    def build(context: Any, grad: Any, x: Any, weight: Any, bias_sizes: Any, *args: Any) -> Any:
+        *_, groups, mask = args
+        size = context.local_size(letter) * window.stride
+        wide = halo.window(context, x, 2 + dim, size, low, high, 0.0)
+        rest, different = call.within(dim, groups)
+        target = ours.padded_convolution_backward if different else aten.convolution_backward.default
+        made = target(grad, wide, weight, bias_sizes, *rest, mask)
+        # Each output is a node of its own.
+        found = [aten.alias.default(made[i]) if wanted else None for i, wanted in enumerate(mask)]
+        if mask[0]:
+            found[0] = halo.add_window(context, made[0], ndim, 2 + dim, size, low, high)
+        return tuple(found)
+
+    return {letter: Lowering(build, least=-(-halo.reach(low, high) // window.stride))}
+
+
+def _forward_rule(x: Spec, weight: Spec, bias: Spec | None, args: Sequence[Any], different: bool) -> Rule:
+    call = _Call.of(weight, args, different)
+    names = _letters_of(call, x)
+    # A bias is added once: terms over input channels would each add it. So ``i`` is summed over only without one.
+    plain = bias is None
+    inputs = [names.x, names.weight, *([] if plain else ["(go)"])]
+    return Rule(
+        f"{','.join(inputs)}->{names.out}",
+        reduce="i" if plain else "",
+        blocked=names.blocked + ("" if plain else "i"),
+        linear=((0,), (1,)) if plain else ((0, 2), (1, 2)),
+        scaled={7 if different else 8: "g"},
+        lower=_with_neighbors(call, x),
+        sizes=names.sizes,
+        flops=_flops(call, x, weight),
+        between=_copied(call, x, 0.0, backward=False, of_x=False),
+    )
+
+
+def _backward_rule(
+    grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, args: Sequence[Any], different: bool
+) -> Rule:
+    *numbers, mask = args
+    call = _Call.of(weight, numbers, different)
+    names = _letters_of(call, x)
+    # The output mask leaves out gradients that nobody asks for.
+    outputs = (t if wanted else "_" for t, wanted in zip((names.x, names.weight, "(go)"), mask, strict=True))
+    groups = 8 if different else 9
+    return Rule(
+        f"{names.out},{names.x},{names.weight}->{','.join(outputs)}",
+        # The weight's gradient sums over samples and positions, and the input's over output channels.
+        reduce="noxyz" if call.args[4] else "noXYZ",
+        keep="i",
+        blocked=names.blocked,
+        linear=((0,),),
+        scaled={groups: "g"} if bias_sizes is None else {3: "go", groups: "g"},
+        lower=_gradients_with_neighbors(call, x),
+        sizes=names.sizes,
+        flops=2.0 * _flops(call, x, weight),
+        between=_copied(call, x, math.prod(grad.shape), backward=True, of_x=bool(mask[0])),
+    )
 
 
 @rule(aten.convolution.default)
 def convolution(x: Spec, weight: Spec, bias: Spec | None, *args: Any) -> Rule:
     """Convolution; ``args``: stride, padding, dilation, transposed, output padding, groups."""
-    a, b, c, blocked = _tensors(x, weight, args)
-    # A bias is added once: terms over input channels would each add it. So ``i`` is summed over only without one.
-    plain = bias is None
-    return Rule(
-        f"{a},{b}->{c}" if plain else f"{a},{b},(go)->{c}",
-        reduce="i" if plain else "",
-        blocked=blocked + ("" if plain else "i"),
-        linear=((0,), (1,)) if plain else ((0, 2), (1, 2)),
-        scaled={8: "g"},
-        sizes={"g": args[5]},
-        flops=_flops(x, weight, args),
-    )
+    return _forward_rule(x, weight, bias, args, different=False)
+
+
+@rule(ours.padded_convolution)
+def padded_convolution(x: Spec, weight: Spec, bias: Spec | None, *args: Any) -> Rule:
+    """Convolution; ``args``: stride, padding before and behind, dilation, groups."""
+    return _forward_rule(x, weight, bias, args, different=True)
 
 
 @rule(aten.convolution_backward.default)
 def convolution_backward(grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, *args: Any) -> Rule:
     """Gradients of input, weight and bias; ``args`` as of the convolution, and the output mask."""
-    a, b, c, blocked = _tensors(x, weight, args[:6])
-    # The output mask leaves out gradients that nobody asks for.
-    outputs = ",".join(t if wanted else "_" for t, wanted in zip((a, b, "(go)"), args[6], strict=True))
-    return Rule(
-        f"{c},{a},{b}->{outputs}",
-        # The weight's gradient sums over samples and positions, and the input's over output channels.
-        reduce="noXYZ" if not args[3] else "noxyz",
-        keep="i",
-        blocked=blocked,
-        linear=((0,),),
-        scaled={9: "g"} if bias_sizes is None else {3: "go", 9: "g"},
-        sizes={"g": args[5]},
-        flops=2.0 * _flops(x, weight, args[:6]),
-    )
+    return _backward_rule(grad, x, weight, bias_sizes, args, different=False)
+
+
+@rule(ours.padded_convolution_backward)
+def padded_convolution_backward(
+    grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, *args: Any
+) -> Rule:
+    """The same of a convolution that is padded differently at both ends."""
+    return _backward_rule(grad, x, weight, bias_sizes, args, different=True)
 
 
 def _planes(x: Spec, spatial: int) -> tuple[str, str, str, str]:

@@ -1,4 +1,7 @@
-"""Decompositions and solvers: matrices of a batch are independent, a matrix is not split."""
+"""Decompositions and solvers: matrices of a batch are independent, a matrix is not split.
+
+Also diagonals, Fourier transforms, and complex numbers as pairs.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -6,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.rule import ANY, ROW_MAJOR, Rule, Spec, dims, letters, rule
+from autopar.rules.rule import ANY, PAIRS, ROW_MAJOR, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
 
@@ -115,3 +118,53 @@ def complex_to_real(x: Spec, dim: Sequence[int], normalization: int, last_dim_si
 def complex_to_complex(x: Spec, dim: Sequence[int], normalization: int, forward: bool) -> Rule:
     """Of complex numbers, either way."""
     return _transform(x, dim, changes=False)
+
+
+@rule(aten.view_as_real.default)
+def view_as_real(x: Spec) -> Rule:
+    """Real and imaginary parts in a new last dim."""
+    names = letters(x.ndim + 1)
+    return Rule(f"{names[:-1] or '.'}->{names}", blocked=names[-1], linear=((0,),), view=True)
+
+
+@rule(aten.view_as_complex.default)
+def view_as_complex(x: Spec) -> Rule:
+    """The last dim as real and imaginary parts."""
+    names = letters(x.ndim)
+    return Rule(f"{names}->{names[:-1] or '.'}", blocked=names[-1], linear=((0,),), view=True, strides=PAIRS)
+
+
+def _diagonal(ndim: int, dim1: int, dim2: int) -> tuple[str, str, str]:
+    """Letters of a tensor, of its diagonal (in a new last dim), and those that are tied by it."""
+    names, new = letters(ndim), letters(1, ndim)
+    # An element of a diagonal is at equal positions of two dims, which blocks of one of them do not have.
+    tied = names[dim1 % ndim] + names[dim2 % ndim]
+    return names, "".join(c for c in names if c not in tied) + new, tied + new
+
+
+@rule(aten.diagonal.default, aten.diagonal_copy.default)
+def diagonal(x: Spec, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
+    """Elements at equal positions of two dims, in a new last dim."""
+    whole, part, tied = _diagonal(x.ndim, dim1, dim2)
+    return Rule(f"{whole}->{part}", blocked=tied, linear=((0,),))
+
+
+@rule(aten.diagonal_scatter.default)
+def diagonal_scatter(x: Spec, source: Spec, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
+    """``x`` with a diagonal replaced."""
+    whole, part, tied = _diagonal(x.ndim, dim1, dim2)
+    return Rule(f"{whole},{part}->{whole}", blocked=tied, linear=((0, 1),))
+
+
+@rule(aten.diagonal_backward.default)
+def diagonal_backward(grad: Spec, shape: Sequence[int], offset: int, dim1: int, dim2: int) -> Rule:
+    """Zeros but for a diagonal."""
+    whole, part, tied = _diagonal(len(shape), dim1, dim2)
+    return Rule(f"{part}->{whole}", blocked=tied, linear=((0,),), shapes=(1,))
+
+
+@rule(aten.diag_embed.default)
+def diag_embed(x: Spec, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Rule:
+    """The last dim as a diagonal of two dims, zeros elsewhere."""
+    whole, part, tied = _diagonal(x.ndim + 1, dim1, dim2)
+    return Rule(f"{part}->{whole}", blocked=tied, linear=((0,),))

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from autopar.ir.ops.sequence import halo
+from autopar.ir.ops.sequence.scan import reverse_cumsum
 from autopar.rules.rule import (
     Dim,
     Lowering,
     Rule,
+    RuleFunction,
     Spec,
     dims,
     letters,
@@ -51,16 +54,43 @@ def _same(x: Spec, dim: int, outputs: int, linear: bool = False) -> Rule:
     return Rule(equation, blocked=names[dim % x.ndim] if x.ndim else "", linear=((0,),) if linear else ())
 
 
-@rule(aten.cumsum.default)
-def cumsum(x: Spec, dim: int, *, dtype: Any = None) -> Rule:
-    """Running sum."""
-    return _same(x, dim, 1, linear=x.dtype != torch.bool)
+def _scan(target: Any, join: Any, reduce: Callable[..., Any], neutral: float, back: bool = False) -> RuleFunction:
+    """A scan of blocks: each device's own, joined with what the devices before it have in all, one row of each."""
+
+    def scan(x: Spec, dim: int, *, dtype: Any = None) -> Rule:
+        linear = ((0,),) if neutral == 0 and x.dtype != torch.bool else ()
+        names, given = letters(x.ndim), x.dtype
+        if not x.ndim or (given is not None and given.is_complex):
+            return Rule(f"{names or '.'}->{names or '.'}", blocked=names[dim] if x.ndim else "", linear=linear)
+        along = dim % x.ndim
+        made = dtype or (torch.int64 if given is not None and not given.is_floating_point else given)
+        # What devices have in all is added up in the precision in which a kernel does it, and rounded once.
+        wide = torch.float32 if made in (torch.float16, torch.bfloat16) else made
+
+        def build(context: Any, x: Any, *_: Any, **kwargs: Any) -> Any:
+            own, size = target(x, along, **kwargs), context.local_size(names[along])
+            first, end = (0, 1) if back else (size - 1, size)
+            total = aten.slice.Tensor(own, along, first, end) if made == wide else reduce(x, along, True, dtype=wide)
+            others = halo.before(context, total, lambda every: reduce(every, 0, False, dtype=wide), neutral, back)
+            return join(own, others if made == wide else aten._to_copy.default(others, dtype=made))
+
+        return Rule(f"{names}->{names}", lower={names[along]: Lowering(build)}, linear=linear)
+
+    return scan
 
 
-@rule(aten.cumprod.default, aten.logcumsumexp.default)
-def cumprod(x: Spec, dim: int, *, dtype: Any = None) -> Rule:
-    """Running product and the like."""
-    return _same(x, dim, 1)
+def _sum(x: Any, dim: int, keepdim: bool, dtype: torch.dtype) -> Any:
+    return aten.sum.dim_IntList(x, [dim], keepdim, dtype=dtype)
+
+
+def _logsumexp(x: Any, dim: int, keepdim: bool, dtype: torch.dtype) -> Any:
+    return aten.logsumexp.default(aten._to_copy.default(x, dtype=dtype), [dim], keepdim)
+
+
+rule(aten.cumsum.default)(_scan(aten.cumsum.default, aten.add.Tensor, _sum, 0))
+rule(reverse_cumsum)(_scan(reverse_cumsum, aten.add.Tensor, _sum, 0, back=True))
+rule(aten.cumprod.default)(_scan(aten.cumprod.default, aten.mul.Tensor, aten.prod.dim_int, 1))
+rule(aten.logcumsumexp.default)(_scan(aten.logcumsumexp.default, aten.logaddexp.default, _logsumexp, -math.inf))
 
 
 @rule(aten.sort.default)

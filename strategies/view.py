@@ -5,13 +5,15 @@ that do not factor alike on both sides are letters of their own on each, and blo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from autopar.rules.rule import PAIRS, Rule, Spec, dims, letters, rule
+from autopar.ir.ops.sequence import halo
+from autopar.rules.rule import Lowering, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
 
@@ -233,6 +235,20 @@ def cat(tensors: Sequence[Spec], dim: int = 0) -> Rule:
     return pieces.rule(f"{inputs}->{pieces.tensor(sum(parts))}", linear=(tuple(range(len(parts))),))
 
 
+def _may_shift(x: Spec, d: int, low: int) -> bool:
+    """Whether devices that have blocks of a dim can be sent what is shifted over their bounds."""
+    return 2 * abs(low) <= x.shape[d] and not (x.dtype is not None and x.dtype.is_complex)
+
+
+def _shifted(letter: str, d: int, low: int, fill: Any, local: Callable[[Any], Any] = lambda x: x) -> Lowering:
+    """Elements of a dim moved up by ``low``; ``local``: what is done besides, to each device's part."""
+
+    def build(context: Any, x: Any, *_: Any) -> Any:
+        return halo.window(context, local(x), d, context.local_size(letter), low, -low, fill)
+
+    return Lowering(build, least=halo.reach(low, -low))
+
+
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(x: Spec, pad: Sequence[int], value: float = 0) -> Rule:
     """Elements added at (or with negative numbers taken from) both ends of the last dims."""
@@ -244,6 +260,9 @@ def constant_pad_nd(x: Spec, pad: Sequence[int], value: float = 0) -> Rule:
         return Rule(f"{letters(x.ndim) or '.'}->{letters(x.ndim) or '.'}", linear=linear)
     if len(padded) == 1:
         ((d, (low, high)),) = padded.items()
+        if low + high == 0 and _may_shift(x, d, low):
+            same = letters(x.ndim)
+            return Rule(f"{same}->{same}", linear=linear, lower={same[d]: _shifted(same[d], d, low, value)})
         pieces = _Pieces(x.ndim, d, math.gcd(x.shape[d], low, high) or 1)
         equation = f"{pieces.tensor(x.shape[d])}->{pieces.tensor(x.shape[d] + low + high)}"
         return pieces.rule(equation, linear=linear, scaled=pieces.scaled(1))
@@ -279,16 +298,42 @@ def _cut_off(x: Spec, changed: set[int]) -> tuple[tuple[str, str], tuple[str, st
 
 @rule(aten.flip.default)
 def flip(x: Spec, flipped: Sequence[int]) -> Rule:
-    """Dims in reverse."""
+    """Dims in reverse; devices that have blocks of one change places, all that they have."""
     names = letters(x.ndim)
-    return Rule(f"{names or '.'}->{names or '.'}", blocked="".join({names[d]: 0 for d in flipped}), linear=ONE)
+    reversed_ = "".join({names[d]: 0 for d in flipped})
+    sends = not (x.dtype is not None and x.dtype.is_complex)
+
+    def build(context: Any, x: Any, *_: Any) -> Any:
+        return context.mirror(aten.flip.default(x, flipped))
+
+    lower = dict.fromkeys(reversed_, Lowering(build)) if sends else {}
+    blocked = "" if sends else reversed_
+    return Rule(f"{names or '.'}->{names or '.'}", blocked=blocked, lower=lower, linear=ONE)
 
 
 @rule(aten.roll.default)
 def roll(x: Spec, shifts: Sequence[int], rolled: Sequence[int] = ()) -> Rule:
     """Dims moved around their ends; all of them as one if none is named."""
     names = letters(x.ndim)
-    return Rule(f"{names or '.'}->{names or '.'}", blocked="".join({names[d]: 0 for d in rolled}) or names, linear=ONE)
+    if not rolled or not x.ndim:
+        return Rule(f"{names or '.'}->{names or '.'}", blocked=names, linear=ONE)
+    steps = dict[int, int]()
+    for shift, d in zip(shifts, rolled, strict=True):
+        steps[d % x.ndim] = steps.get(d % x.ndim, 0) + shift
+    # The shorter way around.
+    steps = {d: (n + x.shape[d] // 2) % x.shape[d] - x.shape[d] // 2 for d, n in steps.items() if n and x.shape[d]}
+    lower = {}
+    for d, n in steps.items():
+        others = {other: m for other, m in steps.items() if other != d and m}
+        if n and _may_shift(x, d, n):
+            lower[names[d]] = _shifted(names[d], d, n, None, partial(_rolled, others))
+    # A whole turn is none only as long as the dim has this size.
+    blocked = "".join(names[d] for d in steps if names[d] not in lower)
+    return Rule(f"{names}->{names}", blocked=blocked, lower=lower, linear=ONE)
+
+
+def _rolled(steps: Mapping[int, int], x: Any) -> Any:
+    return aten.roll.default(x, list(steps.values()), list(steps)) if steps else x
 
 
 @rule(aten.unfold.default)
@@ -315,56 +360,6 @@ def unfold_backward(gradient: Spec, input_sizes: Sequence[int], dim: int, size: 
     forward = unfold(Spec(tuple(input_sizes)), dim, size, step)
     whole, windows = forward.equation.split("->")
     return replace(forward, equation=f"{windows}->{whole}", shapes=(1,), view=False)
-
-
-@rule(aten.view_as_real.default)
-def view_as_real(x: Spec) -> Rule:
-    """Real and imaginary parts in a new last dim."""
-    names = letters(x.ndim + 1)
-    return Rule(f"{names[:-1] or '.'}->{names}", blocked=names[-1], linear=ONE, view=True)
-
-
-@rule(aten.view_as_complex.default)
-def view_as_complex(x: Spec) -> Rule:
-    """The last dim as real and imaginary parts."""
-    names = letters(x.ndim)
-    return Rule(f"{names}->{names[:-1] or '.'}", blocked=names[-1], linear=ONE, view=True, strides=PAIRS)
-
-
-def _diagonal(ndim: int, dim1: int, dim2: int) -> tuple[str, str, str]:
-    """Letters of a tensor, of its diagonal (in a new last dim), and those that are tied by it."""
-    names, new = letters(ndim), letters(1, ndim)
-    # An element of a diagonal is at equal positions of two dims, which blocks of one of them do not have.
-    tied = names[dim1 % ndim] + names[dim2 % ndim]
-    return names, "".join(c for c in names if c not in tied) + new, tied + new
-
-
-@rule(aten.diagonal.default, aten.diagonal_copy.default)
-def diagonal(x: Spec, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
-    """Elements at equal positions of two dims, in a new last dim."""
-    whole, part, tied = _diagonal(x.ndim, dim1, dim2)
-    return Rule(f"{whole}->{part}", blocked=tied, linear=ONE)
-
-
-@rule(aten.diagonal_scatter.default)
-def diagonal_scatter(x: Spec, source: Spec, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
-    """``x`` with a diagonal replaced."""
-    whole, part, tied = _diagonal(x.ndim, dim1, dim2)
-    return Rule(f"{whole},{part}->{whole}", blocked=tied, linear=((0, 1),))
-
-
-@rule(aten.diagonal_backward.default)
-def diagonal_backward(grad: Spec, shape: Sequence[int], offset: int, dim1: int, dim2: int) -> Rule:
-    """Zeros but for a diagonal."""
-    whole, part, tied = _diagonal(len(shape), dim1, dim2)
-    return Rule(f"{part}->{whole}", blocked=tied, linear=ONE, shapes=(1,))
-
-
-@rule(aten.diag_embed.default)
-def diag_embed(x: Spec, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Rule:
-    """The last dim as a diagonal of two dims, zeros elsewhere."""
-    whole, part, tied = _diagonal(x.ndim + 1, dim1, dim2)
-    return Rule(f"{part}->{whole}", blocked=tied, linear=ONE)
 
 
 @rule(aten.repeat.default)

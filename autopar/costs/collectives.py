@@ -11,6 +11,7 @@ and direction. ``size`` is in bytes and always of the **full** tensor that one d
 | all_reduce | one device's input, as large as the result | ring | 2 (n - 1) | 2 (n - 1) / n size |
 | | | tree | 2 (k - 1 + log2 N) | 2 size, at 0.92 beta; size if N is 2 |
 | all_to_all | what one device holds, before and after | direct | n - 1 | (n - 1) / n size |
+| send | what one device sends to one other, as all do | direct | 1 | size |
 | broadcast | the tensor | ring | log2(n) + n - 1 | 2 (n - 1) / n size, at most: the root |
 
 ``k`` is how many of the group's devices are in each node (`Link.neighbors`), and ``N = n / k`` the number of nodes: a
@@ -18,7 +19,7 @@ tree is a chain through each node and a tree of the nodes. Of two nodes each is 
 halves and a leaf of the other, so that it sends every half once; an inner node of more sends its half to two and up.
 
 Logarithms are rounded up. A library takes what is fastest of what it has, and so do these functions: `Link.algorithms`
-says what it has, a ring always (and all_to_all and broadcast in one way only). Adding numbers up costs nothing here.
+says what it has, a ring always (and all_to_all, send and broadcast in one way only). Adding numbers up costs nothing.
 
 Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005
 (rings, pairwise exchange, van de Geijn's broadcast: a scatter down a binary tree, then a ring); P. Patarasuk, X. Yuan,
@@ -62,6 +63,7 @@ FORMS: Mapping[str, Mapping[str, sympy.Expr]] = {
     "reduce_scatter": {"ring": _RING, "pat": _PAT},
     "all_reduce": {"ring": 2 * _RING, "tree": _TREE},
     "all_to_all": {"direct": _RING},
+    "send": {"direct": ALPHA + SIZE / BETA},
     "broadcast": {"ring": (_DEPTH + N - 1) * ALPHA + 2 * _SHARE / BETA},
 }
 """Seconds of each collective under each algorithm, in ``size``, ``n``, ``nodes``, ``alpha`` and ``beta``."""
@@ -75,7 +77,7 @@ def _function(form: sympy.Expr) -> Callable[..., Any]:
 
 
 # How often each kind sends the share (n - 1) / n of the tensor when it sends the least.
-_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 2}
+_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "send": 1, "broadcast": 2}
 
 
 def wire_bytes(kind: str, size: ArrayLike, n: ArrayLike) -> Array:
@@ -93,7 +95,8 @@ def wire_bytes(kind: str, size: ArrayLike, n: ArrayLike) -> Array:
     700.0
     """
     devices, sizes = _checked(kind, size, n)
-    return np.asarray(_ROUNDS[kind] * (devices - 1) / devices * sizes)
+    share = np.where(devices > 1, 1.0, 0.0) if kind == "send" else (devices - 1) / devices
+    return np.asarray(_ROUNDS[kind] * share * sizes)
 
 
 def _checked(kind: str, size: ArrayLike, n: ArrayLike) -> tuple[Array, Array]:
@@ -124,13 +127,13 @@ def collective_seconds(kind: str, size: ArrayLike, n: ArrayLike, link: Link) -> 
     14.0
     """
     devices, sizes = _checked(kind, size, n)
-    # All-to-all has one form, which no link names.
+    # What is done in one way only has a form that no link names.
     forms = [form for name, form in FORMS[kind].items() if name in link.algorithms] or list(FORMS[kind].values())[:1]
     # A group that is smaller than its neighbors in a node lies within one node.
     nodes = np.maximum(devices / link.neighbors, 1.0)
     seconds = (_function(form)(sizes, devices, nodes, link.latency, link.bandwidth) for form in forms)
     fastest = np.asarray(np.minimum.reduce(list(np.broadcast_arrays(*seconds))), dtype=np.float64)
-    return np.where(np.broadcast_to(devices, fastest.shape) > 1, fastest, 0.0)[()]
+    return np.where(devices > 1, fastest, 0.0)[()]
 
 
 Seconds = Callable[[ArrayLike, ArrayLike, Link], Array]

@@ -19,6 +19,7 @@ from autopar.ir.node_info import graph_info, info, set_graph_info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import c10d, waits_for
 from autopar.ir.ops.host import to_device, to_host
+from autopar.ir.ops.sequence.padded_convolution import padded_convolution, padded_convolution_backward
 from autopar.ir.plan import Plan
 from autopar.ir.program import GRADIENTS, Program, is_hoisted
 from autopar.memory.peak_snapshot import LiveTensor, PeakSnapshot
@@ -199,7 +200,8 @@ def read_by(node: fx.Node) -> list[fx.Node]:
 
 _SUMS = (c10d.all_reduce.default, c10d.all_reduce_coalesced.default)
 _COPIED = ("all_gather", "reduce_scatter")
-_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+_FORWARD = (aten.convolution.default, padded_convolution)
+_BACKWARD = (aten.convolution_backward.default, padded_convolution_backward)
 
 
 def copied_by_convolution(node: fx.Node, parts: Sequence[int] = (1, 1, 1)) -> float:
@@ -209,16 +211,16 @@ def copied_by_convolution(node: fx.Node, parts: Sequence[int] = (1, 1, 1)) -> fl
         node: the operator.
         parts: into how many its input, its weight and its output (or that's gradient) are cut.
     """
-    if node.target not in _CONVOLUTIONS:
+    if node.target not in (*_FORWARD, *_BACKWARD):
         return 0.0
-    backward = node.target is aten.convolution_backward.default
+    backward, ours = node.target in _BACKWARD, node.target in (padded_convolution, padded_convolution_backward)
     arguments = tensor_arguments(node)
     source, weight = arguments[backward : backward + 2]  # the gradient comes first, if there is one
     x, kernel, output = (n.meta["val"] for n in (source, weight, arguments[0] if backward else node))
     sizes = (v.nbytes / n for v, n in zip((x, kernel, output), parts, strict=True))
     return convolution_copies(
         *sizes, kernel=math.prod(kernel.shape[2:]), item=x.element_size(), backward=backward,
-        transposed=bool(node.args[7 if backward else 6]),
+        transposed=not ours and bool(node.args[7 if backward else 6]),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from autopar.costs.arguments import FLAG, FUNCTION, a, number, optional, require
+from autopar.costs.arguments import FLAG, FUNCTION, a, number, optional, require, whole
 from autopar.errors import InvalidRuleError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -61,18 +61,23 @@ class Lowering:
             ``context.axis_index()`` is this device's number along the split, ``context.parts`` how many there are,
             ``context.all_reduce(x, op)`` sums (or takes the maximum) over the devices of the split. Over one axis
             (``context.axis_count``) there is ``context.swap_blocks(x, back)``, see
-            `autopar.ir.ops.balanced_attention.swap_blocks`.
+            `autopar.ir.ops.balanced_attention.swap_blocks`. ``context.shift(x)`` is the ``x`` of the device before
+            this one (``back=True``: of the one after it), of the first device that of the last one;
+            ``context.mirror(x)`` that of the device opposite; ``context.all_gather(x)`` is all of them, in a new
+            first dim.
             It returns the output, or a tuple of all outputs with None for one that does not exist, or the result of
             an operator that has the same outputs. What it emits is what the strategy costs.
         together: at some point all arguments are live, and at least as many bytes besides as the outputs have.
+        least: how many elements of the letter a device must have, such as what its neighbors need of them.
     """
 
     build: Callable[..., Any]
     together: bool = False
+    least: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what is no function."""
-        require(build=(self.build, FUNCTION), together=(self.together, FLAG))
+        require(build=(self.build, FUNCTION), together=(self.together, FLAG), least=(self.least, whole(1)))
 
 
 @dataclass(frozen=True)

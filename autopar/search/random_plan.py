@@ -19,7 +19,7 @@ from autopar.ir.graph import Value, is_backward, is_operator, values_of
 from autopar.ir.layout import Layout, Partial, Replicate, TensorType, divides, is_boundary_layout, replicated
 from autopar.ir.plan import EVERY, Certificate, Plan
 from autopar.ir.program import Input, Program
-from autopar.sharding.candidates import REPLICATE, Strategy, layouts, strategies
+from autopar.sharding.candidates import REPLICATE, Strategy, layouts, lowerable, strategies
 from autopar.sharding.dims import Dims, Operator
 from autopar.sharding.layer_classes import layer_classes
 
@@ -241,9 +241,7 @@ def _movable(type_: TensorType, source: Layout, target: Layout) -> bool:
 def _fits(operator: Operator, chosen: Sequence[Strategy], sizes: Sequence[int]) -> bool:
     """Whether the strategies of the first axes divide all dims, and have at most one lowering."""
     rest = [Replicate()] * (len(sizes) - len(chosen))
-    letters = {s.factor[0] for s in chosen if s.factor is not None and s.factor[0] in operator.rule.lower}
-    # Two axes may lower an operator by the same code, not by two different ones.
-    if any(operator.rule.lower[a] is not operator.rule.lower[b] for a in letters for b in letters):
+    if not lowerable(operator, chosen, sizes):
         return False
     for i, type_ in enumerate(operator.inputs):
         if not divides(type_, (*(s.inputs[i] for s in chosen), *rest), sizes):

@@ -140,6 +140,24 @@ class Candidates:
         return tuple(self.strategies[s].name for s in self.choice[index])
 
 
+def lowerable(operator: Operator, chosen: Sequence[Strategy], sizes: Sequence[int]) -> bool:
+    """Whether the strategies of the first axes have one lowering at most, and leave each device what that needs.
+
+    Args:
+        operator: the bound operator.
+        chosen: a strategy an axis.
+        sizes: of the mesh axes.
+    """
+    lower, parts = operator.rule.lower, dict[str, int]()
+    for strategy, size in zip(chosen, sizes, strict=False):
+        if strategy.factor is not None and strategy.factor[0] in lower:
+            parts[strategy.factor[0]] = parts.get(strategy.factor[0], 1) * size
+    # Two axes may lower an operator by the same code, not by two different ones.
+    if len({id(lower[c]) for c in parts}) > 1:
+        return False
+    return all(math.prod(f.size for f in operator.letters[c].factors) // n >= lower[c].least for c, n in parts.items())
+
+
 def candidates(
     operator: Operator, sizes: Sequence[int], allowed: Sequence[Collection[str]] | None = None
 ) -> Candidates:
@@ -162,6 +180,8 @@ def candidates(
         uses = np.array([s.factor == factor for s in options])
         parts = np.where(uses[choice], np.array(sizes), 1).prod(axis=1)
         valid &= operator.letters[factor[0]].factors[factor[1]].size % parts == 0
+    if operator.rule.lower:
+        valid &= np.array([lowerable(operator, [options[s] for s in row], sizes) for row in choice], dtype=bool)
     for owned in {s.owned for s in options if s.owned}:
         parts = np.where(np.array([s.owned > 0 for s in options])[choice], np.array(sizes), 1).prod(axis=1)
         valid &= owned % parts == 0

@@ -17,6 +17,7 @@ from autopar.ir.ops.balanced_attention import swap_blocks, swapped
 from autopar.ir.ops.collectives import COALESCED, GROUP_ARGUMENT, IN_PLACE, axis_index, c10d
 from autopar.ir.ops.exchange import block_sizes, exchange_rows
 from autopar.ir.ops.random import generator_states, restore_generators
+from autopar.ir.ops.sequence.send_block import send_block, sent
 from autopar.ir.program import Program, is_hoisted
 from autopar.ir.shards import coordinates
 from autopar.passes.canonicalize.strides import canonicalize_strides
@@ -231,6 +232,14 @@ def _swap_blocks(node: fx.Node, values: list[torch.Tensor], groups: list[Group])
     return results
 
 
+def _send_block(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
+    results = list(values)
+    for group in groups:
+        for r, block in zip(group, sent([values[r] for r in group], str(node.args[3])), strict=True):
+            results[r] = block.contiguous()
+    return results
+
+
 _COLLECTIVES: dict[Any, Callable[[fx.Node, list[Any], list[Group]], list[Any]]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.all_gather_into_tensor.default: _all_gather,
@@ -238,6 +247,7 @@ _COLLECTIVES: dict[Any, Callable[[fx.Node, list[Any], list[Group]], list[Any]]] 
     c10d.all_to_all_single.default: _all_to_all,
     exchange_rows: _exchange_rows,
     swap_blocks: _swap_blocks,
+    send_block: _send_block,
 }
 
 

@@ -7,8 +7,10 @@ from autopar.passes.canonicalize.attention import canonicalize_attention
 from autopar.passes.canonicalize.cross_entropy import fuse_cross_entropy
 from autopar.passes.canonicalize.experts import route_experts
 from autopar.passes.canonicalize.operators import canonicalize
+from autopar.passes.canonicalize.reverse_scans import reverse_scans
 from autopar.passes.canonicalize.rng import canonicalize_random
 from autopar.passes.canonicalize.strides import canonicalize_strides
+from autopar.passes.canonicalize.windows import merge_windows
 
 
 def canonical(program: Program) -> Program:
@@ -17,4 +19,5 @@ def canonical(program: Program) -> Program:
     Strides come first: they are those of the captured graph. What is fused is found in canonical form.
     """
     program = canonicalize_attention(canonicalize_strides(program))
-    return route_experts(fuse_cross_entropy(canonicalize(canonicalize_random(program))))
+    program = reverse_scans(merge_windows(canonicalize(canonicalize_random(program))))
+    return route_experts(fuse_cross_entropy(program))

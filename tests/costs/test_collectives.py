@@ -77,11 +77,17 @@ def both_rings(n: int) -> tuple[int, list[int]]:
     return first[0] + second[0], [a + b for a, b in zip(first[1], second[1], strict=True)]
 
 
+def one_message(n: int) -> tuple[int, list[int]]:
+    """All chunks that a device has, to one other."""
+    return (1, [n] * n) if n > 1 else (0, [0])
+
+
 ALGORITHMS: dict[str, Callable[[int], tuple[int, list[int]]]] = {
     "all_gather": ring_all_gather,
     "reduce_scatter": ring_reduce_scatter,
     "all_reduce": both_rings,
     "all_to_all": pairwise_all_to_all,
+    "send": one_message,
     "broadcast": tree_scatter_and_ring,
 }
 

@@ -43,6 +43,9 @@ CONVOLUTIONS = (
     Piece("convolution", f"h = self.PPc({INNER}).transpose(1, 2)",
           "self.PPc = nn.Conv1d(CC, CC, 3, padding=1<<|, bias=False|, groups=CC|, padding_mode='circular'>>)",
           when=longer),
+    Piece("causal convolution", "PPx = h.transpose(1, 2)\n"
+          "h = <<self.PPc(F.pad(PPx, (2, 0)))[..., :SS]|self.PPc(F.pad(PPx, (1, 0)))|self.PPc(F.pad(PPx, (1, 1)))[..., 1:]>>"
+          ".transpose(1, 2)", "self.PPc = nn.Conv1d(CC, CC, 2<<|, groups=CC>>)", when=longer),
     Piece("strided convolution", f"h = self.PPc({INNER}).transpose(1, 2)", "self.PPc = nn.Conv1d(CC, CC, 2, stride=2)",
           when=even_length, after=lambda at: At(at.length // 2, at.channels)),
     Piece("transposed convolution", f"h = self.PPc({INNER}).transpose(1, 2)",

@@ -20,6 +20,8 @@ VIEWS = (
     Piece("flipped", "h = h.flip(<<1|-1|0|(0, 1)>>) + h"),
     Piece("rolled", "h = h.roll(<<1, 1|-1, -1|1, 0|(1, 1), (1, 2)>>) * 2"),
     Piece("narrowed", "h = F.pad(h.narrow(1, 1, SS - 1), (0, 0, 1, 0))", when=longer),
+    Piece("shifted", "h = h + <<F.pad(h, (0, 0, 1, 0))[:, :-1]|F.pad(h[:, 1:], (0, 0, 0, 1), value=0.5)|F.pad(h, (0, 0, -1, 1))|"
+          "torch.cat([h.new_zeros(h.shape[0], 1, CC), h[:, :-1]], 1)|torch.cat([h[:, 1:], h[:, -1:]], 1)>>", when=longer),
     Piece("selected", "h = h * h.select(1, <<0|-1>>).unsqueeze(1)"),
     Piece("diagonal", "h = h + torch.diagonal(h, dim1=1, dim2=2).sum(-1)[:, None, None]"),
     Piece("triangle", "h = <<h.tril()|h.triu()|torch.tril(h, -1) + h>>"),

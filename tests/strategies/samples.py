@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from autopar.strategies import pointwise
-from tests.strategies import samples_layers, samples_torch
+from tests.strategies import samples_layers, samples_sequences, samples_torch
 from tests.strategies.sample import Sample, boolean, call, integer, positive, restart, x
 
 aten = torch.ops.aten
@@ -17,7 +17,7 @@ def all_samples() -> list[Sample]:
     """Every sample, the same ones on every call."""
     restart()
     families = (pointwise_tables, pointwise_others, matmul, view, pieces, reduction, creation, *samples_layers.FAMILIES)
-    families += samples_torch.FAMILIES
+    families += (*samples_torch.FAMILIES, *samples_sequences.FAMILIES)
     return [sample for family in families for sample in family()]
 
 
@@ -139,9 +139,6 @@ def view() -> Iterator[Sample]:
     yield call(aten.permute.default, x(2, 4, 6), [2, 0, 1])
     yield call(aten.expand.default, x(2, 1, 4), [6, 2, 4, 4])
     yield call(aten.expand.default, x(), [4])
-    yield call(aten.flip.default, x(2, 4), [1])
-    yield call(aten.roll.default, x(2, 4), [1], [-1])
-    yield call(aten.roll.default, x(2, 4), [1])
     yield call(aten.unfold.default, x(2, 8, 2), 1, 4, 4)
     yield call(aten.unfold.default, x(2, 8), 1, 4, 2)
     yield call(aten.unfold_backward.default, x(2, 2, 2, 4), [2, 8, 2], 1, 4, 4)
@@ -238,9 +235,6 @@ def reduction() -> Iterator[Sample]:
     yield call(aten.linalg_vector_norm.default, x())
     yield call(aten.norm.ScalarOpt_dim, x(2, 4), 2, [1])
     yield call(aten.norm.Scalar, x(2, 4), 2)
-    yield call(aten.cumsum.default, x(2, 4), -1)
-    yield call(aten.cumprod.default, x(2, 4), 1)
-    yield call(aten.logcumsumexp.default, x(2, 4), 1)
     yield call(aten.sort.default, x(2, 4), 0, True)
     yield call(aten.sort.stable, x(2, 4), stable=True, dim=0)
     yield call(aten.histc.default, x(4), 4)

@@ -17,6 +17,7 @@ from autopar.ir.node_info import GraphInfo, NodeInfo, set_graph_info, set_info
 from autopar.ir.ops.balanced_attention import swap_blocks
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, IN_PLACE, Collective, axis_index, c10d
 from autopar.ir.ops.exchange import exchange_rows
+from autopar.ir.ops.sequence.send_block import send_block
 from autopar.ir.program import Input, Output, Program
 from autopar.verify.emulate import census, emulate, run_whole
 
@@ -86,8 +87,8 @@ def test_collectives_do_what_torch_does(mesh: DeviceMesh, name: str, axis: str) 
 
 
 def test_every_collective_is_covered() -> None:
-    """But those that ask each device for its own sizes: ranks do it in `test_experts` and `test_attention`."""
-    called = {target for target, _ in CALLS.values()} | {exchange_rows, swap_blocks}
+    """But those that ask each device for its own sizes: see `test_experts`, `test_attention` and `test_sequences`."""
+    called = {target for target, _ in CALLS.values()} | {exchange_rows, swap_blocks, send_block}
     assert called | {IN_PLACE[target] for target in called & set(IN_PLACE)} == set(GROUP_ARGUMENT)
 
 

@@ -29,7 +29,8 @@ LONG = 2.0
 RUNS = 5
 """Of each collective; the median counts."""
 
-KINDS = tuple(COLLECTIVES)
+KINDS = tuple(kind for kind in COLLECTIVES if kind != "send")
+"""All but a single message, which says nothing of a link that the others do not."""
 
 CONTENDED = 1 << 20
 """Bytes from which sums of groups are timed that share the cards of a node: what they lose is bandwidth."""

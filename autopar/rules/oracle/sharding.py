@@ -18,6 +18,7 @@ import torch
 
 from autopar.errors import InvalidRuleError
 from autopar.ir.ops.balanced_attention import swapped
+from autopar.ir.ops.sequence.send_block import MIRROR, NEXT, PREVIOUS, sent
 from autopar.rules.oracle.call import RuleCall, Tensors, Tree, compare, map_tensors, outputs_of, wide
 from autopar.rules.rule import Dims, Rule
 
@@ -116,7 +117,9 @@ class _SplitCall(RuleCall):
         present = [j for j, t in enumerate(self.outputs) if t is not None]
         divided = all(self.sizes[c] % n == 0 for c, n in _split(chosen, parts).items())
         lowerings = {id(self.rule.lower[s]) for s in chosen if isinstance(s, str) and s in self.rule.lower}
-        return divided and len(lowerings) <= 1 and all(self.placement(s, j) for s in chosen for j in present)
+        split = _split(chosen, parts)
+        enough = all(self.sizes[c] // split[c] >= self.rule.lower[c].least for c in split if c in self.rule.lower)
+        return divided and enough and len(lowerings) <= 1 and all(self.placement(s, j) for s in chosen for j in present)
 
     def describe(self, chosen: Sequence[AxisStrategy]) -> str:
         """``S,R->S``, with one letter for each axis: ``SR,RS->SP``."""
@@ -285,6 +288,18 @@ class OracleContext:
     def swap_blocks(self, blocks: torch.Tensor, back: bool) -> torch.Tensor:
         """The two blocks that balance, or back."""
         return swapped(self._of_all(blocks), back)[self.index]
+
+    def shift(self, x: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """What the device before this one has, or the one after it; around the ends."""
+        return sent(self._of_all(x), PREVIOUS if back else NEXT)[self.index]
+
+    def mirror(self, x: torch.Tensor) -> torch.Tensor:
+        """What the device opposite has."""
+        return sent(self._of_all(x), MIRROR)[self.index]
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """What each device has, ``[parts, ...]``."""
+        return torch.stack(self._of_all(x))
 
     def _of_all(self, x: torch.Tensor) -> list[torch.Tensor]:
         self.slots[self.index] = x

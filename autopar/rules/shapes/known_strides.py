@@ -24,6 +24,7 @@ from autopar.ir.ops import attention, balanced_attention, cross_entropy, exchang
 from autopar.ir.ops.collectives import COALESCED, IN_PLACE, c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.random import replayed, seeded
+from autopar.ir.ops.sequence.send_block import send_block
 from autopar.ir.program import Program
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Rule, Spec, find_rule, required_strides
 from autopar.rules.shapes.kernel_shapes import called, make, with_required_strides
@@ -44,7 +45,8 @@ ROW_MAJOR_RESULTS = frozenset({
     aten.eye.default, cross_entropy.cross_entropy, cross_entropy.cross_entropy_backward,
     routing.sort_by_expert, routing.route, routing.collect, routing.group_ends, routing.add_by_expert,
     c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default, exchange.exchange_rows, balanced_attention.swap_blocks, *COALESCED.values(),
+    c10d.all_to_all_single.default, exchange.exchange_rows, balanced_attention.swap_blocks, send_block,
+    *COALESCED.values(),
 })  # fmt: skip
 """Operators that make new memory, row-major, whatever the strides of their arguments; the oracle's tests show it."""
 

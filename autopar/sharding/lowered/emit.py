@@ -17,10 +17,13 @@ from autopar.ir.graph import map_nodes
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.balanced_attention import swap_blocks
 from autopar.ir.ops.collectives import Collective, axis_index, c10d
+from autopar.ir.ops.sequence.send_block import MIRROR, NEXT, PREVIOUS, send_block
 from autopar.rules.shapes.local_shapes import value_of_call
 from autopar.sharding.candidates import letter_parts, strategies
 from autopar.sharding.dims import Operator
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute import WIRE, Machine
+
+aten = torch.ops.aten
 
 
 def lowered_letters(operator: Operator, names: Sequence[str]) -> list[str]:
@@ -84,23 +87,80 @@ class Context:
         for a in self.axes:
             if self.machine.sizes[a] == 1:
                 continue
-            reduced = self._call(c10d.all_reduce.default, x.node, op, self.machine.names[a])
-            collective = Collective("all_reduce", self.machine.names[a], float(x.node.meta["val"].nbytes))
-            set_info(reduced.node, replace(info(reduced.node), collective=collective))
-            x = self._call(c10d.wait_tensor.default, reduced.node)
+            name = self.machine.names[a]
+            x = self._communicate("all_reduce", a, _value(x).nbytes, c10d.all_reduce.default, x.node, op, name)
         return x
 
     def swap_blocks(self, blocks: Any, back: bool) -> Any:
         """The two blocks ``[2 size, ...]`` that balance, over the one axis of the split, or back."""
         (axis,) = self.axes
         name, index = self.machine.names[axis], self._call(axis_index, self.machine.names[axis])
-        sent = self._call(swap_blocks, blocks.node, index.node, self.parts, back, name)
-        collective = Collective("all_to_all", name, float(blocks.node.meta["val"].nbytes))
-        set_info(sent.node, replace(info(sent.node), collective=collective))
-        return self._call(c10d.wait_tensor.default, sent.node)
+        arguments = (swap_blocks, blocks.node, index.node, self.parts, back, name)
+        return self._communicate("all_to_all", axis, _value(blocks).nbytes, *arguments)
+
+    def shift(self, x: Any, back: bool = False) -> Any:
+        """What the device before this one has (or the one after it); around the ends."""
+        inner: Any = None
+        size = 1
+        for a in reversed(self._real_axes()):
+            came = self._send(x, a, PREVIOUS if back else NEXT)
+            # At an end of the inner axes a device gets what is beyond it from its neighbor along the next outer one.
+            x = came if inner is None else _on_device(inner, size - 1 if back else 0, came, x)
+            here: Any = self._call(axis_index, self.machine.names[a])
+            inner, size = here if inner is None else here * size + inner, size * self.machine.sizes[a]
+        return x
+
+    def mirror(self, x: Any) -> Any:
+        """What the device opposite has."""
+        for a in self._real_axes():
+            x = self._send(x, a, MIRROR)
+        return x
+
+    def all_gather(self, x: Any) -> Any:
+        """What each device has, in the order of the devices, ``[parts, ...]``."""
+        shape, own = list(_value(x).shape), _value(x).dtype
+        x = aten.contiguous.default(aten.unsqueeze.default(self._wired(x), 0))
+        for a in reversed(self._real_axes()):
+            parts, name = self.machine.sizes[a], self.machine.names[a]
+            size = _value(x).nbytes * parts
+            x = self._communicate("all_gather", a, size, c10d.all_gather_into_tensor.default, x.node, parts, name)
+        x = aten.reshape.default(x, [self.parts, *shape])
+        return x if _value(x).dtype == own else aten._to_copy.default(x, dtype=own)
+
+    def _real_axes(self) -> list[int]:
+        """The axes of the split that have several devices."""
+        return [a for a in self.axes if self.machine.sizes[a] > 1]
+
+    def _send(self, x: Any, axis: int, to: str) -> Any:
+        parts, name, own = self.machine.sizes[axis], self.machine.names[axis], _value(x).dtype
+        x, index = self._wired(x), self._call(axis_index, name)
+        x = self._communicate("send", axis, _value(x).nbytes, send_block, x.node, index.node, parts, to, name)
+        return x if _value(x).dtype == own else aten._to_copy.default(x, dtype=own)
+
+    def _wired(self, x: Any) -> Any:
+        """A tensor as numbers that every backend takes."""
+        wire = WIRE.get(str(_value(x).dtype).removeprefix("torch."))
+        return x if wire is None else aten._to_copy.default(x, dtype=getattr(torch, wire))
+
+    def _communicate(self, kind: str, axis: int, size: float, target: Any, *args: Any) -> Any:
+        made = self._call(target, *args)
+        collective = Collective(kind, self.machine.names[axis], float(size))
+        set_info(made.node, replace(info(made.node), collective=collective))
+        return self._call(c10d.wait_tensor.default, made.node)
 
     def _call(self, target: Any, *args: Any) -> fx.Proxy:
         return fx.Proxy(self.tracer.create_node("call_function", target, args, {}), self.tracer)
+
+
+def _value(x: fx.Proxy) -> torch.Tensor:
+    value: torch.Tensor = x.node.meta["val"]
+    return value
+
+
+def _on_device(index: Any, at: int, there: Any, here: Any) -> Any:
+    """One tensor where the device's number is ``at``, another one elsewhere."""
+    number = aten.new_full.default(here, [1], index, dtype=torch.int64)
+    return aten.where.self(aten.eq.Scalar(number, at), there, here)
 
 
 def emit_lowering(

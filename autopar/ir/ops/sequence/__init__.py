@@ -1,0 +1,1 @@
+"""What operators along a split sequence need: blocks from neighbors, halos of windows, prefixes of scans."""

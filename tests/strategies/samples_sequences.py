@@ -1,0 +1,86 @@
+"""Sample calls of operators along a sequence: scans, shifts, and convolutions that read beyond a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tests.strategies.sample import Sample, boolean, call, integer, positive, x
+
+aten, ours = torch.ops.aten, torch.ops.autopar
+
+
+def scans() -> Iterator[Sample]:
+    for op in (aten.cumsum.default, ours.reverse_cumsum.default):
+        yield call(op, x(2, 8), -1)
+        yield call(op, x(4, 3, 2), 0)
+        yield call(op, integer(9, 8), 0)
+        yield call(op, boolean(8, 2), 0)
+        yield call(op, x(8).bfloat16(), 0)
+        yield call(op, integer(9, 8), 0, dtype=torch.float64)
+        yield call(op, integer(9, 8), 0, dtype=torch.int32)
+        yield call(op, torch.complex(x(4), x(4)), 0)
+        yield call(op, x(), 0)
+    for op in (aten.cumprod.default, aten.logcumsumexp.default):
+        yield call(op, x(2, 8), 1)
+        yield call(op, x(4).half(), 0)
+    yield call(aten.cumprod.default, integer(3, 4), -1)
+    yield call(aten.logcumsumexp.default, torch.full((4,), -torch.inf), 0)
+    yield call(aten.logcumsumexp.default, torch.tensor([-torch.inf, 1.0, torch.inf, 0.0]), 0)
+    yield call(aten.cumsum.default, torch.tensor([1.0, 2.0, torch.inf, 4.0, torch.nan, 1.0, 1.0, 1.0]), 0)
+
+
+def shifts() -> Iterator[Sample]:
+    yield call(aten.flip.default, x(2, 4), [1])
+    yield call(aten.flip.default, x(2, 4, 8), [0, -1])
+    yield call(aten.flip.default, torch.complex(x(4), x(4)), [0])
+    for shift in (1, -1, 3, 4, 5, 8, -9):
+        yield call(aten.roll.default, x(2, 8), [shift], [-1])
+    yield call(aten.roll.default, x(2, 4), [1])
+    yield call(aten.roll.default, x(4, 8, 2), [1, -2], [0, 1])
+    yield call(aten.roll.default, x(4, 2), [1, 2], [0, 0])
+    yield call(aten.roll.default, x(4, 8), [4, 1], [0, 1])
+    for pad in ([1, -1], [-1, 1], [-2, 2], [2, -2], [0, 0, 1, -1], [0, 0, -3, 3], [-8, 8]):
+        yield call(aten.constant_pad_nd.default, x(2, 8, 8), pad)
+    yield call(aten.constant_pad_nd.default, integer(9, 2, 8), [-1, 1], -100)
+    yield call(aten.constant_pad_nd.default, integer(9, 8), [1, -1], -100.0)
+    yield call(aten.constant_pad_nd.default, boolean(8), [1, -1], True)
+
+
+def convolutions() -> Iterator[Sample]:
+    def both(a: torch.Tensor, w: torch.Tensor, bias: bool, *rest: Any) -> Iterator[Sample]:
+        mine = len(rest) == 5
+        forward = ours.padded_convolution.default if mine else aten.convolution.default
+        backward = ours.padded_convolution_backward.default if mine else aten.convolution_backward.default
+        given = x(w.shape[0]) if bias else None
+        yield call(forward, a, w, given, *rest)
+        grad = torch.randn_like(forward(a, w, given, *rest))
+        for mask in ([True, True, bias], [False, True, bias], [True, False, False]):
+            yield call(backward, grad, a, w, [w.shape[0]] if bias else None, *rest, mask)
+
+    for stride, low, high, step in (
+        (1, 2, 0, 1),
+        (1, 4, 0, 2),
+        (1, 0, 2, 1),
+        (1, 3, -1, 1),
+        (1, -1, 3, 1),
+        (2, 0, 1, 1),
+    ):
+        numbers = [stride], [low], [high], [step]
+        yield from both(x(2, 4, 16), x(4, 1, 3), True, *numbers, 4)
+    yield from both(x(2, 2, 8, 6), x(4, 2, 3, 3), False, [1, 1], [2, 0], [0, 1], [1, 1], 1)
+    yield from both(x(1, 2, 6, 8), x(2, 1, 1, 3), False, [1, 1], [0, 2], [0, 0], [1, 1], 2)
+    yield from both(x(2, 2, 8), x(2, 2, 3), True, [1], [1], [0], [1], 1)  # of another length
+    plain = False, [0], 1
+    yield from both(x(2, 2, 8), x(2, 2, 5), True, [1], [2], [1], *plain)
+    yield from both(x(2, 2, 8), x(2, 2, 4), False, [2], [1], [1], *plain)
+    yield from both(x(2, 2, 8), x(2, 2, 1), False, [2], [0], [1], *plain)
+    yield from both(x(2, 2, 8), x(2, 2, 7), False, [1], [3], [1], *plain)
+    yield from both(x(2, 2, 4, 8), x(2, 2, 1, 3), True, [1, 1], [0, 1], [1, 1], False, [0, 0], 1)
+    yield from both(positive(1, 2, 4, 4, 4), x(2, 2, 3, 3, 3), False, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
+    yield from both(x(2, 2, 8, 8), x(4, 1, 3, 3), True, [2, 2], [1, 1], [1, 1], False, [0, 0], 2)
+
+
+FAMILIES = (scans, shifts, convolutions)

@@ -1,0 +1,98 @@
+"""Models that mix along the sequence: causal convolutions, running sums, shifts; and a convolutional network."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+
+class Recurrence(nn.Module):
+    """A causal depthwise convolution, then a gated recurrence ``h[t] = a[t] h[t - 1] + x[t]`` by running sums."""
+
+    def __init__(self, hidden: int = 8, kernel: int = 4) -> None:
+        super().__init__()
+        self.norm, self.wide, self.out = nn.RMSNorm(hidden), nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.conv = nn.Conv1d(hidden, hidden, kernel, groups=hidden, padding=kernel - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, gate, decay = self.wide(self.norm(x)).chunk(3, -1)
+        h = F.silu(self.conv(h.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
+        kept = torch.cumsum(0.1 * F.logsigmoid(decay), 1)
+        h = kept.exp() * torch.cumsum(h * (-kept).exp(), 1)
+        made: Tensor = x + self.out(h * F.silu(gate))
+        return made
+
+
+class Stack(nn.Module):
+    """Some of them, and a loss."""
+
+    def __init__(self, layers: int = 1, hidden: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Recurrence(hidden) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Shifts(nn.Module):
+    """A padded convolution, and tokens mixed with their neighbors; labels are shifted as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.conv, self.head = nn.Embedding(16, 8), nn.Conv1d(8, 8, 3), nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) + self.table((tokens > 0).cumsum(1).clamp(max=15))
+        x = self.conv(F.pad(x, (0, 0, 2, 0)).transpose(1, 2)).transpose(1, 2)
+        x = x - torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+        x = x + F.pad(x[:, 1:], (0, 0, 0, 1)) * torch.roll(x, 2, 1).tanh() + x.flip(1)
+        labels = F.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+class Residual(nn.Module):
+    """A convolutional network of signals, with strides, dilation and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.first, self.second = nn.Conv1d(3, 4, 7, 2, 3), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.near, self.far = nn.Conv1d(4, 4, 3, padding=1, bias=False), nn.Conv1d(4, 4, 3, padding=2, dilation=2)
+        self.short, self.long, self.out = nn.Conv1d(4, 8, 1, 2), nn.Conv1d(4, 8, 3, 2, 1), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.first(self.stem(x)))
+        h = F.relu(h + self.far(F.relu(self.second(self.near(h)))))
+        return self.out(F.relu(self.short(h) + self.long(h)).mean(-1)).square().mean()
+
+
+class Image(nn.Module):
+    """Convolutions of two dims, one of them with another padding at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.depthwise = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 5, padding=2, groups=4)
+        self.down, self.out = nn.Conv2d(4, 4, 3, 2), nn.Conv2d(4, 2, 3, padding="same")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.depthwise(F.relu(self.first(x)))
+        return self.out(self.down(F.pad(x, (0, 1, 0, 1)))).square().mean()
+
+
+def _drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+MODELS: dict[str, tuple[type[nn.Module], Tensor]] = {
+    "recurrence": (Stack, _drawn(2, 16, 8)),
+    "shifts": (Shifts, torch.randint(16, (2, 16), generator=torch.Generator().manual_seed(1))),
+    "residual": (Residual, _drawn(2, 3, 32)),
+    "image": (Image, _drawn(2, 3, 16, 8)),
+}
+"""A class and a batch, by name."""
