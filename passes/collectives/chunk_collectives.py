@@ -1,0 +1,289 @@
+"""chunk_collectives: a collective and the product that reads or makes its rows go chunk by chunk, side by side.
+
+Before (activations that are split over ``gpu`` along the sequence, at the beginning and the end of a block)::
+
+    a = all_gather(x, 8, "gpu"); rows = wait(a); h = mm(rows, w1); ...
+    y = mm(g, w2); r = reduce_scatter(y, "sum", 8, "gpu"); z = wait(r)
+
+After::
+
+    g1 = gather_rows_(new_rows(x), x[0], 0, 8, "gpu"); r1 = wait(g1); g2 = gather_rows_(r1, x[1], n, 8, "gpu")
+    h1 = multiply_rows_(new_rows(h), r1[:n], w1, 0); r2 = wait(g2); h = multiply_rows_(h1, r2[n:], w1, n); ...
+    s1 = scatter_rows_(new_rows(z), g[:n] @ w2, 0, 8, "gpu"); y2 = g[n:] @ w2; z1 = wait(s1)
+    s2 = scatter_rows_(z1, y2, n, 8, "gpu"); z = wait(s2)
+
+Each chunk is communicated while another is multiplied, which nothing else hides in a forward pass. All write into one
+tensor: what is gathered, and what is made of it, lies in memory as it did. So chunks are of dims outside of the one
+that is split, such as the sequences of a batch; what an all-reduce sums may be cut anywhere. A wait is for whatever is
+on its way into its tensor; thus each chunk is waited for before the next is sent.
+
+The cost model decides how many chunks there are, of which sizes, and whether it pays: each message has its latency,
+and products of few rows fill a device less. Collectives that kernels hide already stay whole. It follows
+`overlap_collectives`, whose order says what does; and only where the plan overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.costs.chunks import MOST_UNITS, best_chunks
+from autopar.costs.kernels import kernel_seconds, product
+from autopar.ir.graph import inherit_origin
+from autopar.ir.node_info import info, set_info
+from autopar.ir.ops.collectives import Collective, c10d
+from autopar.ir.ops.rows import gather_rows_, multiply_rows_, new_rows, reduce_rows_, scatter_rows_
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, is_hoisted
+from autopar.passes.collectives.chunk_sites import GATHER, REDUCE, Site, matrix_views, site_at
+from autopar.rules.shapes.local_shapes import propagate
+from autopar.sharding.assignment import machine_of
+from autopar.sharding.graph_order import gradient_moves, parameter_only, reorder
+from autopar.sharding.node_seconds import NodeSeconds
+
+aten = torch.ops.aten
+
+LEAST_GAIN = 0.05
+"""Of a collective's seconds, this share has to be hidden by chunks: less is within the error of the cost model."""
+
+
+def chunk_collectives(program: Program, plan: Plan) -> Program:
+    """Cut collectives and the products of their rows into chunks, where that is faster by the cost model."""
+    graph = program.graph.graph
+    if not plan.overlap or not any(info(n).collective for n in graph.nodes):
+        return program
+    machine, seconds = machine_of(plan), NodeSeconds(machine_of(plan))
+    others = {*parameter_only(program), *gradient_moves(program), *program.per_step}
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    taken: set[fx.Node] = set()
+    chosen: list[tuple[Site, tuple[int, ...]]] = []
+    for node in order:
+        if info(node).collective is None or node in others or is_hoisted(node):
+            continue
+        site = site_at(node, machine, order)
+        # One product may read what is gathered and make what is scattered: it is cut for one of them.
+        if site is None or taken & {*site.moved, *site.products}:
+            continue
+        chunks = _chunks(site, seconds)
+        if len(chunks) > 1:
+            chosen.append((site, chunks))
+            taken |= {*site.moved, *site.products}
+    if chosen:
+        for site, chunks in chosen:
+            _Emitter(graph, site, chunks, order).emit()
+        # Who reads what is whole later now follows it.
+        reorder(graph, {n: float(i) for i, n in enumerate(graph.nodes) if n.op not in ("placeholder", "output")})
+        propagate(program, plan)
+        program.graph.recompile()
+    return program
+
+
+def _chunks(site: Site, seconds: NodeSeconds) -> tuple[int, ...]:
+    """Units of each chunk; a single one where nothing is gained."""
+    made = _collective(site.collective)
+    whole = sum(seconds.kernel(p)[0] for p in site.products)
+    # What a chunk does not need: exchanges and copies that bring the dim that is split to the front, and back.
+    beyond = sum(
+        seconds.collective(c) if (c := info(n).collective) is not None else seconds.kernel(n)[0]
+        for n in site.moved if n is not site.collective
+    )  # fmt: skip
+    beside = _beside(site, seconds)
+    before = max(seconds.collective(made) - beside, 0.0) + whole + beyond
+    if site.units > MOST_UNITS:
+        return (site.units,)
+    device = seconds.machine.device
+    counts = range(1, site.units + 1)
+    if site.kind == REDUCE:
+        sent = [seconds.collective(_part(made, n, site.units)) for n in counts]
+    else:
+        sent = [n * seconds.collective(_part(made, 1, site.units)) for n in counts]
+    messages = 1 if site.kind == REDUCE else site.units
+    multiplied = [
+        # The host has to launch what a chunk consists of.
+        max(_product_seconds(site, n, seconds), device.host * (len(site.products) + n * messages / site.units))
+        for n in counts
+    ]
+    after, chunks = best_chunks(sent, multiplied, beside)
+    if before - after < LEAST_GAIN * seconds.collective(made):
+        return (site.units,)
+    return chunks if site.kind == GATHER else chunks[::-1]
+
+
+def _beside(site: Site, seconds: NodeSeconds) -> float:
+    """Seconds of the kernels that run between a collective and its wait."""
+    found, node = 0.0, site.collective.next
+    while node is not site.wait:
+        if info(node).collective is None:
+            found += seconds.kernel(node)[0]
+        node = node.next
+    return found
+
+
+def _product_seconds(site: Site, units: int, seconds: NodeSeconds) -> float:
+    """Of the products of so many units of rows."""
+    rows, found = units * site.rows // site.units, 0.0
+    for node in site.products:
+        value, depth = node.meta["val"], node.all_input_nodes[0].meta["val"].shape[1]
+        name = str(value.dtype).removeprefix("torch.")
+        dtype = name if name in seconds.machine.device.flops else "float32"
+        work = product(rows, value.shape[1], depth, item=value.element_size())
+        found += float(kernel_seconds(work, dtype, seconds.machine.device)[0])
+    return found
+
+
+def _collective(node: fx.Node) -> Collective:
+    made = info(node).collective
+    assert made is not None
+    return made
+
+
+def _part(made: Collective, units: int, of: int) -> Collective:
+    return replace(made, bytes=made.bytes * units / of)
+
+
+@dataclass(frozen=True)
+class _Emitter:
+    """Emits the chunks of one site and removes what they replace.
+
+    Attributes:
+        graph: on local tensors.
+        site: as it is before.
+        chunks: units of each.
+        order: positions of nodes, as they were.
+    """
+
+    graph: fx.Graph
+    site: Site
+    chunks: tuple[int, ...]
+    order: Mapping[fx.Node, int]
+
+    def emit(self) -> None:
+        """The chunks in the place of the site."""
+        (self._gather if self.site.kind == GATHER else self._sum)()
+
+    @property
+    def _unit(self) -> int:
+        """Rows of a unit."""
+        return self.site.rows // self.site.units
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """First unit of each chunk, and the first behind it."""
+        start = 0
+        for units in self.chunks:
+            yield start, start + units
+            start += units
+
+    def _call(self, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        inherit_origin(node, like)
+        if like in self.site.moved:
+            set_info(node, replace(info(node), moved_value=info(like).moved_value))
+        return node
+
+    def _send(self, first: int, units: int, target: Any, *args: Any) -> fx.Node:
+        """A collective of some units; the first one of all counts for the whole."""
+        node = self._call(self.site.collective, target, *args)
+        made = _part(_collective(self.site.collective), units, self.site.units)
+        set_info(node, replace(info(node), collective=replace(made, members=made.members * (first == 0))))
+        return node
+
+    def _wait(self, whole: fx.Node) -> fx.Node:
+        return self._call(self.site.collective, c10d.wait_tensor.default, whole)
+
+    def _gather(self) -> None:
+        """All chunks are issued while the one before is multiplied, but for the first."""
+        site, first = self.site, self.site.products[0]
+        rows, depth = first.all_input_nodes[0].meta["val"].shape
+        axis = _collective(site.collective).axis
+        with self.graph.inserting_before(site.collective):
+            own = self._call(site.collective, aten.contiguous.default, site.source)
+            own = self._call(
+                site.collective, aten.reshape.default, own, [site.units, rows // site.units // site.parts, depth]
+            )
+            gathered = self._call(site.collective, new_rows, own, rows, depth)
+
+        def send(gathered: fx.Node, start: int, stop: int) -> fx.Node:
+            for unit in range(start, stop):
+                part = self._call(site.collective, aten.select.int, own, 0, unit)
+                gathered = self._send(unit, 1, gather_rows_, gathered, part, unit * self._unit, site.parts, axis)
+            return gathered
+
+        spans = list(self._spans())
+        with self.graph.inserting_before(site.collective):
+            gathered = send(gathered, *spans[0])
+        for old in site.products:
+            for view in list(matrix_views(old))[-2::-1]:
+                if self.order[view] > self.order[first]:
+                    first.prepend(view)
+        with self.graph.inserting_before(first):
+            results = [self._call(p, new_rows, p.args[1], rows, p.meta["val"].shape[1]) for p in site.products]
+            for i, (start, stop) in enumerate(spans):
+                here = gathered = self._wait(gathered)
+                if i + 1 < len(spans):
+                    gathered = send(gathered, *spans[i + 1])
+                part = self._call(first, aten.narrow.default, here, 0, start * self._unit, (stop - start) * self._unit)
+                results = [
+                    self._call(p, multiply_rows_, r, part, p.args[1], start * self._unit)
+                    for p, r in zip(site.products, results, strict=True)
+                ]
+            value = self._call(site.collective, aten.reshape.default, gathered, list(site.value.meta["val"].shape))
+        for old, new in zip(site.products, results, strict=True):
+            self._replace(old, new)
+        self._replace(site.value, value)
+        self._erase()
+
+    def _sum(self) -> None:
+        """The sum of each chunk is issued when it is multiplied, but not before that of the one before is over."""
+        site, old = self.site, self.site.products[0]
+        (rows, columns), axis = old.meta["val"].shape, _collective(site.collective).axis
+        left, right = old.args
+        scatters = site.kind != REDUCE
+        parts = site.parts if scatters else 1
+        with self.graph.inserting_before(site.collective):
+            summed = self._call(site.collective, new_rows, left, rows // parts, columns)
+            for start, stop in self._spans():
+                at, count = start * self._unit, (stop - start) * self._unit
+                part = self._call(old, aten.narrow.default, left, 0, at, count)
+                if not scatters:
+                    summed = self._call(old, multiply_rows_, summed, part, right, at)
+                    summed = self._send(start, stop - start, reduce_rows_, summed, at, count, axis)
+                    continue
+                terms = self._call(old, new_rows, left, count, columns)
+                terms = self._call(old, multiply_rows_, terms, part, right, 0)
+                summed = self._wait(summed) if start else summed
+                for unit in range(start, stop):
+                    own = self._call(
+                        site.collective, aten.narrow.default, terms, 0, (unit - start) * self._unit, self._unit
+                    )
+                    summed = self._send(unit, 1, scatter_rows_, summed, own, unit * self._unit // parts, parts, axis)
+        with self.graph.inserting_before(site.wait):
+            summed = self._wait(summed)
+            value = self._call(site.collective, aten.reshape.default, summed, list(site.value.meta["val"].shape))
+        self._replace(site.value, value)
+        self._erase()
+
+    def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let a node stand for another, with what is known of that one's value."""
+        known = replace(info(old), operator=None, strategy=(), input_layouts=(), collective=None)
+        set_info(new, known)
+        old.replace_all_uses_with(new)
+
+    def _erase(self) -> None:
+        """Remove what nothing reads any more: the move, the products, and views between them."""
+        site = self.site
+        views = [p.all_input_nodes[0] for p in site.products]
+        if site.kind == GATHER:
+            pending = [*site.products, *dict.fromkeys(v for v in views if v not in site.moved), *site.moved[::-1]]
+        else:
+            pending, node = [*site.moved[::-1]], site.source
+            while node not in site.products:
+                pending.append(node)
+                node = node.all_input_nodes[0]
+            pending += site.products
+        for node in pending:
+            if not node.users:
+                self.graph.erase_node(node)
