@@ -19,7 +19,7 @@ from autopar.ir.node_info import graph_info, info, set_graph_info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import c10d, waits_for
 from autopar.ir.ops.host import to_device, to_host
-from autopar.ir.ops.rows import WRITES_ROWS, gather_rows_, new_rows, scatter_rows_
+from autopar.ir.ops.rows import WRITES_ROWS, gather_rows_, new_rows, reduce_rows_, scatter_rows_
 from autopar.ir.plan import Plan
 from autopar.ir.program import GRADIENTS, Program, is_hoisted
 from autopar.memory.peak_snapshot import LiveTensor, PeakSnapshot
@@ -178,7 +178,7 @@ class _Liveness:
             if made is None or made.kind not in _COPIED or made.axis not in self.copies:
                 continue
             sides = ((node,), node.all_input_nodes)
-            whole = max(sum(v.nbytes for n in side for v in values_of(n) if v is not None) for side in sides)
+            whole = float(max(sum(v.nbytes for n in side for v in values_of(n) if v is not None) for side in sides))
             whole = made.bytes if node.target in WRITES_ROWS else whole  # of the rows that it writes
             waits = waits_for(node)
             yield Change(node, True, "communication", self.copies[made.axis] * whole)
@@ -204,6 +204,7 @@ def read_by(node: fx.Node) -> list[fx.Node]:
 
 
 _SUMS = (c10d.all_reduce.default, c10d.all_reduce_coalesced.default)
+_RECEIVES = (gather_rows_, scatter_rows_, reduce_rows_)
 _COPIED = ("all_gather", "reduce_scatter")
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
@@ -240,7 +241,7 @@ def _before_blocks(program: Program) -> set[fx.Node]:
 
 
 def _category(node: fx.Node, user: fx.Node) -> str:
-    received = node.target is new_rows and any(u.target in (gather_rows_, scatter_rows_) for u in node.users)
+    received = node.target is new_rows and any(u.target in _RECEIVES for u in node.users)
     if info(node).collective is not None or received:
         return "communication"
     # An offloaded activation that came back is one again, although the backward pass made this copy.

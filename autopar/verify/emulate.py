@@ -240,14 +240,13 @@ def _scatter_rows(node: fx.Node, values: list[Any], groups: list[Group]) -> list
     return _written(node.args[2], values, _reduce_scatter(node, [terms for _, terms in values], groups))
 
 
-def _reduce_rows(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
-    start, count = node.args[1:3]
-    sums = list(values)
+def _reduce_rows(node: fx.Node, values: list[Any], groups: list[Group]) -> list[torch.Tensor]:
+    sums = [terms for _, terms in values]
     for group in groups:
-        total = torch.stack([values[r].narrow(0, start, count) for r in group]).sum(0)  # type: ignore[arg-type]
+        total = torch.stack([values[r][1] for r in group]).sum(0).to(sums[0].dtype)
         for r in group:
             sums[r] = total
-    return _written(start, [(whole, whole) for whole in values], sums)
+    return _written(node.args[2], values, sums)
 
 
 def _written(start: Any, values: list[Any], rows: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -269,7 +268,7 @@ _COLLECTIVES: dict[Any, Callable[[fx.Node, list[Any], list[Group]], list[Any]]] 
     reduce_rows_: _reduce_rows,
 }
 
-_SEVERAL = {exchange_rows: 3, gather_rows_: 2, scatter_rows_: 2}
+_SEVERAL = {exchange_rows: 3, gather_rows_: 2, scatter_rows_: 2, reduce_rows_: 2}
 """How many tensors a collective takes, if more than one: which rows go where depends on what is counted."""
 
 

@@ -32,11 +32,11 @@ import torch
 from torch import fx
 
 from autopar.costs.chunks import MOST_UNITS, best_chunks
-from autopar.costs.kernels import kernel_seconds, product
+from autopar.costs.kernels import kernel_seconds, product, stream
 from autopar.ir.graph import inherit_origin
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, c10d
-from autopar.ir.ops.rows import gather_rows_, multiply_rows_, new_rows, reduce_rows_, scatter_rows_
+from autopar.ir.ops.rows import add_rows_, gather_rows_, multiply_rows_, new_rows, reduce_rows_, scatter_rows_
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
 from autopar.passes.collectives.chunk_sites import GATHER, REDUCE, Site, matrix_views, site_at
@@ -66,12 +66,12 @@ def chunk_collectives(program: Program, plan: Plan) -> Program:
             continue
         site = site_at(node, machine, order)
         # One product may read what is gathered and make what is scattered: it is cut for one of them.
-        if site is None or taken & {*site.moved, *site.products}:
+        if site is None or taken & site.nodes:
             continue
         chunks = _chunks(site, seconds)
         if len(chunks) > 1:
             chosen.append((site, chunks))
-            taken |= {*site.moved, *site.products}
+            taken |= site.nodes
     if chosen:
         for site, chunks in chosen:
             _Emitter(graph, site, chunks, order).emit()
@@ -85,7 +85,8 @@ def chunk_collectives(program: Program, plan: Plan) -> Program:
 def _chunks(site: Site, seconds: NodeSeconds) -> tuple[int, ...]:
     """Units of each chunk; a single one where nothing is gained."""
     made = _collective(site.collective)
-    whole = sum(seconds.kernel(p)[0] for p in site.products)
+    added = [site.added[0]] if site.added is not None else []
+    whole = sum(seconds.kernel(n)[0] for n in (*site.products, *added))
     # What a chunk does not need: exchanges and copies that bring the dim that is split to the front, and back.
     beyond = sum(
         seconds.collective(c) if (c := info(n).collective) is not None else seconds.kernel(n)[0]
@@ -132,6 +133,9 @@ def _product_seconds(site: Site, units: int, seconds: NodeSeconds) -> float:
         dtype = name if name in seconds.machine.device.flops else "float32"
         work = product(rows, value.shape[1], depth, item=value.element_size())
         found += float(kernel_seconds(work, dtype, seconds.machine.device)[0])
+        if site.added is not None:
+            work = stream(3 * rows * value.shape[1] * value.element_size())
+            found += float(kernel_seconds(work, dtype, seconds.machine.device)[0])
     return found
 
 
@@ -230,41 +234,59 @@ class _Emitter:
                     self._call(p, multiply_rows_, r, part, p.args[1], start * self._unit)
                     for p, r in zip(site.products, results, strict=True)
                 ]
-            value = self._call(site.collective, aten.reshape.default, gathered, list(site.value.meta["val"].shape))
+            self._stand_in(site.value, gathered)
         for old, new in zip(site.products, results, strict=True):
             self._replace(old, new)
-        self._replace(site.value, value)
         self._erase()
 
     def _sum(self) -> None:
         """The sum of each chunk is issued when it is multiplied, but not before that of the one before is over."""
         site, old = self.site, self.site.products[0]
-        (rows, columns), axis = old.meta["val"].shape, _collective(site.collective).axis
-        left, right = old.args
-        scatters = site.kind != REDUCE
-        parts = site.parts if scatters else 1
+        rows, columns = old.meta["val"].shape
+        axis, scatters = _collective(site.collective).axis, site.kind != REDUCE
+        kept = len(site.source.users) > 1  # who else reads the terms of the sum gets them whole
         with self.graph.inserting_before(site.collective):
-            summed = self._call(site.collective, new_rows, left, rows // parts, columns)
+            summed = self._call(
+                site.collective, new_rows, old.args[0], rows // (site.parts if scatters else 1), columns
+            )
+            terms = self._call(old, new_rows, old.args[0], rows, columns) if kept else None
             for start, stop in self._spans():
-                at, count = start * self._unit, (stop - start) * self._unit
-                part = self._call(old, aten.narrow.default, left, 0, at, count)
-                if not scatters:
-                    summed = self._call(old, multiply_rows_, summed, part, right, at)
-                    summed = self._send(start, stop - start, reduce_rows_, summed, at, count, axis)
-                    continue
-                terms = self._call(old, new_rows, left, count, columns)
-                terms = self._call(old, multiply_rows_, terms, part, right, 0)
+                terms, part = self._terms(terms if kept else None, start, stop)
                 summed = self._wait(summed) if start else summed
+                if not scatters:
+                    summed = self._send(start, stop - start, reduce_rows_, summed, part, start * self._unit, axis)
+                    continue
                 for unit in range(start, stop):
-                    own = self._call(
-                        site.collective, aten.narrow.default, terms, 0, (unit - start) * self._unit, self._unit
-                    )
-                    summed = self._send(unit, 1, scatter_rows_, summed, own, unit * self._unit // parts, parts, axis)
+                    span = (unit - start) * self._unit, self._unit
+                    own = self._call(site.collective, aten.narrow.default, part, 0, *span)
+                    at = unit * self._unit // site.parts
+                    summed = self._send(unit, 1, scatter_rows_, summed, own, at, site.parts, axis)
+            if terms is not None and kept:
+                self._stand_in(site.source, terms)
         with self.graph.inserting_before(site.wait):
-            summed = self._wait(summed)
-            value = self._call(site.collective, aten.reshape.default, summed, list(site.value.meta["val"].shape))
-        self._replace(site.value, value)
+            self._stand_in(site.value, self._wait(summed))
         self._erase()
+
+    def _terms(self, whole: fx.Node | None, start: int, stop: int) -> tuple[fx.Node, fx.Node]:
+        """The terms of all chunks up to now, or without ``whole`` of this one alone; and those of this one."""
+        old, at, count = self.site.products[0], start * self._unit, (stop - start) * self._unit
+        left, right = old.args
+        columns = old.meta["val"].shape[1]
+        part = self._call(old, aten.narrow.default, left, 0, at, count)
+        into, place = (self._call(old, new_rows, left, count, columns), 0) if whole is None else (whole, at)
+        terms = self._call(old, multiply_rows_, into, part, right, place)
+        if self.site.added is not None:
+            total, term = self.site.added
+            # Another site's chunks may have replaced it by now.
+            (other,) = (n for n in total.all_input_nodes if n is not term)
+            flat = self._call(total, aten.reshape.default, other, [self.site.rows, columns])
+            own = self._call(total, aten.narrow.default, flat, 0, at, count)
+            terms = self._call(total, add_rows_, terms, own, place)
+        return terms, terms if whole is None else self._call(old, aten.narrow.default, terms, 0, at, count)
+
+    def _stand_in(self, old: fx.Node, rows: fx.Node) -> None:
+        """Let rows, in the shape of a value, stand for it."""
+        self._replace(old, self._call(old, aten.reshape.default, rows, list(old.meta["val"].shape)))
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let a node stand for another, with what is known of that one's value."""
@@ -273,17 +295,12 @@ class _Emitter:
         old.replace_all_uses_with(new)
 
     def _erase(self) -> None:
-        """Remove what nothing reads any more: the move, the products, and views between them."""
-        site = self.site
-        views = [p.all_input_nodes[0] for p in site.products]
-        if site.kind == GATHER:
-            pending = [*site.products, *dict.fromkeys(v for v in views if v not in site.moved), *site.moved[::-1]]
-        else:
-            pending, node = [*site.moved[::-1]], site.source
-            while node not in site.products:
-                pending.append(node)
-                node = node.all_input_nodes[0]
-            pending += site.products
-        for node in pending:
-            if not node.users:
-                self.graph.erase_node(node)
+        """Remove what nothing reads any more: the move, the products, and what is between them."""
+        pending, gone = [self.site.source, *self.site.products, self.site.value], set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            if node in gone or node.users or node.op != "call_function":
+                continue
+            pending += node.all_input_nodes
+            gone.add(node)
+            self.graph.erase_node(node)

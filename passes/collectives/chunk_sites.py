@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -54,6 +55,7 @@ class Site:
         source: the value before the move.
         value: the value after it.
         products: that read the gathered rows; or the one whose rows are summed.
+        added: the sum of the product and something else, if it is that which is communicated; and the product's term.
         units: how many blocks of rows are communicated by themselves.
         parts: devices along the axis.
     """
@@ -66,6 +68,12 @@ class Site:
     products: tuple[fx.Node, ...]
     units: int
     parts: int
+    added: tuple[fx.Node, fx.Node] | None = None
+
+    @property
+    def nodes(self) -> frozenset[fx.Node]:
+        """What its chunks replace, and the value that they begin with."""
+        return frozenset({*self.moved, *self.products, self.source})
 
     @property
     def wait(self) -> fx.Node:
@@ -80,7 +88,8 @@ class Site:
 
 def site_at(collective: fx.Node, machine: Machine, order: Mapping[fx.Node, int]) -> Site | None:
     """The site of a collective; None if it has no product, or its rows do not lie one after the other."""
-    kind, made = _TARGETS.get(collective.target), info(collective).collective
+    target: Any = collective.target
+    kind, made = _TARGETS.get(target), info(collective).collective
     if kind is None or made is None or made.gradient or made.members != 1 or len(collective.users) != 1:
         return None
     if kind != GATHER and collective.args[1] != "sum":
@@ -158,24 +167,41 @@ def _outside(source: fx.Node, layout: Layout, axis: int, machine: Machine) -> in
 
 
 def _with_products(site: Site, order: Mapping[fx.Node, int]) -> Site | None:
-    products = _readers(site, order) if site.kind == GATHER else _maker(site)
-    if not products:
+    if site.kind == GATHER:
+        site = replace(site, products=_readers(site, order))
+    else:
+        site = _with_maker(site, order)
+    if not site.products:
         return None
-    rows, units = products[0].meta["val"].shape[0], site.units
-    if site.kind == REDUCE:
-        units = math.gcd(rows, units)
+    units = math.gcd(site.rows, site.units) if site.kind == REDUCE else site.units
     # Whole rows of the product, of each device in a unit.
-    if units < 2 or rows % (units * (1 if site.kind == REDUCE else site.parts)):
+    if units < 2 or site.rows % (units * (1 if site.kind == REDUCE else site.parts)):
         return None
-    return replace(site, products=products, units=units)
+    return replace(site, units=units)
 
 
-def _maker(site: Site) -> tuple[fx.Node, ...]:
-    """The product whose terms are summed, and nothing else reads."""
-    node = site.source
-    while node.target is aten.reshape.default and len(node.users) == 1:
+def _with_maker(site: Site, order: Mapping[fx.Node, int]) -> Site:
+    """The product whose terms are summed, and which nothing else reads."""
+    whole = _behind_views(site.source)
+    if whole.target is aten.mm.default and len(site.source.users) == 1:
+        return replace(site, products=(whole,))
+    if whole.target is not aten.add.Tensor or whole.kwargs or len(whole.all_input_nodes) != 2:
+        return site
+    # A residual, or the gradient through another product: of two products the later one.
+    for term in sorted(whole.all_input_nodes, key=lambda n: -order[n]):
+        (other,) = (n for n in whole.all_input_nodes if n is not term)
+        product, value = _behind_views(term), whole.meta["val"]
+        alike = all(n.meta["val"].shape == value.shape and n.meta["val"].dtype == value.dtype for n in (term, other))
+        if product.target is aten.mm.default and alike and len(term.users) == 1:
+            return replace(site, products=(product,), added=(whole, term))
+    return site
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
+    """What a value is a reshape of, where nothing else reads that."""
+    while node.target is aten.reshape.default and len(node.all_input_nodes[0].users) == 1:
         node = node.all_input_nodes[0]
-    return (node,) if node.target is aten.mm.default and len(node.users) == 1 and len(site.source.users) == 1 else ()
+    return node
 
 
 def _readers(site: Site, order: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:

@@ -20,7 +20,8 @@ _library.define("new_rows(Tensor like, int rows, int columns) -> Tensor")
 _library.define("multiply_rows_(Tensor(a!) whole, Tensor rows, Tensor matrix, int start) -> Tensor(a!)")
 _library.define("gather_rows_(Tensor(a!) whole, Tensor rows, int start, int parts, str group) -> Tensor(a!)")
 _library.define("scatter_rows_(Tensor(a!) whole, Tensor terms, int start, int parts, str group) -> Tensor(a!)")
-_library.define("reduce_rows_(Tensor(a!) whole, int start, int count, str group) -> Tensor(a!)")
+_library.define("reduce_rows_(Tensor(a!) whole, Tensor terms, int start, str group) -> Tensor(a!)")
+_library.define("add_rows_(Tensor(a!) whole, Tensor rows, int start) -> Tensor(a!)")
 
 
 def _new_rows(like: Tensor, rows: int, columns: int) -> Tensor:
@@ -44,14 +45,20 @@ def _scatter_rows(whole: Tensor, terms: Tensor, start: int, parts: int, group: s
     return whole
 
 
-def _reduce_rows(whole: Tensor, start: int, count: int, group: str) -> Tensor:
-    c10d.all_reduce_(whole.narrow(0, start, count), "sum", group)
+def _reduce_rows(whole: Tensor, terms: Tensor, start: int, group: str) -> Tensor:
+    out = whole.narrow(0, start, terms.shape[0])
+    c10d.all_reduce_(out.copy_(terms), "sum", group)
+    return whole
+
+
+def _add_rows(whole: Tensor, rows: Tensor, start: int) -> Tensor:
+    whole.narrow(0, start, rows.shape[0]).add_(rows)
     return whole
 
 
 for _name, _function in (
     ("multiply_rows_", _multiply_rows), ("gather_rows_", _gather_rows), ("scatter_rows_", _scatter_rows),
-    ("reduce_rows_", _reduce_rows),
+    ("reduce_rows_", _reduce_rows), ("add_rows_", _add_rows),
 ):  # fmt: skip
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     _library.impl(_name, lambda whole, *_: whole, "Meta")
@@ -70,9 +77,12 @@ scatter_rows_ = torch.ops.autopar.scatter_rows_.default
 """``whole[start:start + n]``: this device's part of the sum of terms ``[parts n, ...]`` over a group."""
 
 reduce_rows_ = torch.ops.autopar.reduce_rows_.default
-"""``whole[start:start + count]``: the sum of these rows over a group."""
+"""``whole[start:start + n]``: the sum of terms ``[n, ...]`` over a group."""
 
-WRITES_ROWS = frozenset({multiply_rows_, gather_rows_, scatter_rows_, reduce_rows_})
+add_rows_ = torch.ops.autopar.add_rows_.default
+"""``whole[start:start + n] += rows``."""
+
+WRITES_ROWS = frozenset({multiply_rows_, gather_rows_, scatter_rows_, reduce_rows_, add_rows_})
 """All of these operators."""
 
 GROUP_ARGUMENT |= {gather_rows_: 4, scatter_rows_: 4, reduce_rows_: 3}

@@ -21,7 +21,7 @@ from autopar.ir.graph import tensor_arguments, values_of
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, c10d
-from autopar.ir.ops.rows import multiply_rows_, new_rows
+from autopar.ir.ops.rows import add_rows_, multiply_rows_, new_rows
 from autopar.rules.shapes.kernel_shapes import called
 from autopar.rules.shapes.known_strides import local_rule
 from autopar.sharding.candidates import combine
@@ -54,6 +54,8 @@ def emitted_work(node: fx.Node) -> Work | None:
     if node.target is multiply_rows_:
         _, rows, matrix = (a.meta["val"] for a in node.all_input_nodes)
         return product(rows.shape[0], matrix.shape[1], rows.shape[1], item=rows.element_size())
+    if node.target is add_rows_:
+        return stream(3 * node.all_input_nodes[1].meta["val"].nbytes)
     results = [v for v in values_of(node) if v is not None]
     sources = [a for a in tensor_arguments(node) if not _drawn(a)]
     inputs = [v for a in sources for v in values_of(a) if v is not None]
