@@ -33,8 +33,8 @@ from torch import fx
 
 from autopar.costs.chunks import MOST_UNITS, best_chunks
 from autopar.costs.kernels import kernel_seconds, product, stream
-from autopar.ir.graph import inherit_origin
-from autopar.ir.node_info import info, set_info
+from autopar.ir.graph import inherit_origin, is_backward
+from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
 from autopar.ir.ops.collectives import Collective, c10d
 from autopar.ir.ops.rows import add_rows_, gather_rows_, multiply_rows_, new_rows, reduce_rows_, scatter_rows_
 from autopar.ir.plan import Plan
@@ -61,6 +61,7 @@ def chunk_collectives(program: Program, plan: Plan) -> Program:
     order = {n: i for i, n in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()
     chosen: list[tuple[Site, tuple[int, ...]]] = []
+    saved = 0.0
     for node in order:
         if info(node).collective is None or node in others or is_hoisted(node):
             continue
@@ -68,22 +69,25 @@ def chunk_collectives(program: Program, plan: Plan) -> Program:
         # One product may read what is gathered and make what is scattered: it is cut for one of them.
         if site is None or taken & site.nodes:
             continue
-        chunks = _chunks(site, seconds)
+        gain, chunks = _chunks(site, seconds)
         if len(chunks) > 1:
             chosen.append((site, chunks))
             taken |= site.nodes
+            # In the backward pass predictions count on gradients of weights beside what is communicated.
+            saved += 0.0 if is_backward(node) else gain * program.runs(node)
     if chosen:
         for site, chunks in chosen:
             _Emitter(graph, site, chunks, order).emit()
         # Who reads what is whole later now follows it.
         reorder(graph, {n: float(i) for i, n in enumerate(graph.nodes) if n.op not in ("placeholder", "output")})
         propagate(program, plan)
+        set_graph_info(program.graph, replace(graph_info(program.graph), chunked_seconds=saved))
         program.graph.recompile()
     return program
 
 
-def _chunks(site: Site, seconds: NodeSeconds) -> tuple[int, ...]:
-    """Units of each chunk; a single one where nothing is gained."""
+def _chunks(site: Site, seconds: NodeSeconds) -> tuple[float, tuple[int, ...]]:
+    """Seconds that chunks save, and the units of each; a single one where that is too little."""
     made = _collective(site.collective)
     added = [site.added[0]] if site.added is not None else []
     whole = sum(seconds.kernel(n)[0] for n in (*site.products, *added))
@@ -95,7 +99,7 @@ def _chunks(site: Site, seconds: NodeSeconds) -> tuple[int, ...]:
     beside = _beside(site, seconds)
     before = max(seconds.collective(made) - beside, 0.0) + whole + beyond
     if site.units > MOST_UNITS:
-        return (site.units,)
+        return 0.0, (site.units,)
     device = seconds.machine.device
     counts = range(1, site.units + 1)
     if site.kind == REDUCE:
@@ -110,8 +114,8 @@ def _chunks(site: Site, seconds: NodeSeconds) -> tuple[int, ...]:
     ]
     after, chunks = best_chunks(sent, multiplied, beside)
     if before - after < LEAST_GAIN * seconds.collective(made):
-        return (site.units,)
-    return chunks if site.kind == GATHER else chunks[::-1]
+        return 0.0, (site.units,)
+    return before - after, chunks if site.kind == GATHER else chunks[::-1]
 
 
 def _beside(site: Site, seconds: NodeSeconds) -> float:

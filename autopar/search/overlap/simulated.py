@@ -1,7 +1,11 @@
-"""`simulated_seconds`: the step of the graph that a plan gives, by the event simulator."""
+"""What the graph that a plan gives says of its step: by the event simulator, and what its chunks save."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.ir.node_info import graph_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform
@@ -23,6 +27,33 @@ def simulated_seconds(program: Program, plan: Plan, classes: LayerClasses) -> fl
     def seconds(program: Program, part: Plan) -> float:
         return float(simulate(emitted(unverified(program, part), part)).step_seconds)
 
+    return _of_whole_model(program, plan, classes, seconds)
+
+
+def with_chunks(program: Program, plan: Plan, classes: LayerClasses) -> Plan:
+    """The plan, predicted to take less by what chunks save of its forward pass; its objective stays as it is.
+
+    Args:
+        program: canonical program of one microbatch.
+        plan: for this program, with a prediction.
+        classes: its layer classes.
+    """
+    if not plan.overlap:
+        return plan
+
+    def seconds(program: Program, part: Plan) -> float:
+        return graph_info(unverified(program, part).graph).chunked_seconds
+
+    saved = _of_whole_model(program, plan, classes, seconds)
+    known = plan.predicted
+    step = known.step_seconds - saved
+    return replace(plan, predicted=replace(known, step_seconds=step, chunked_seconds=saved))
+
+
+def _of_whole_model(
+    program: Program, plan: Plan, classes: LayerClasses, seconds: Callable[[Program, Plan], float]
+) -> float:
+    """Seconds of the whole model, from those of the layers that were captured."""
     repeat, found = program.repeat, 0.0
     for share, part in uniform(plan, classes.count) if repeat is not None else [(1.0, plan)]:
         own = seconds(program, part)
