@@ -199,7 +199,8 @@ class Plan:
         scatter: after which stages shards are sent; None: whole tensors are.
         padding: padded shape of each parameter with dims that do not divide, see `autopar.passes.pad_dims`.
         overlap: whether collectives are joined and put where kernels hide them, see
-            `autopar.passes.collectives.overlap_collectives`: what is in flight takes memory.
+            `autopar.passes.collectives.overlap_collectives`: what is in flight takes memory. Products may then be cut
+            into chunks beside the collectives of their rows, see `autopar.passes.collectives.chunk_collectives`.
         fused: whether costs are those of kernels that a compiler fuses, see `autopar.rules.shapes.fused_kernels`.
     """
 

@@ -39,7 +39,7 @@ from autopar.ir.ops.collectives import Collective, c10d
 from autopar.ir.ops.rows import add_rows_, gather_rows_, multiply_rows_, new_rows, reduce_rows_, scatter_rows_
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
-from autopar.passes.collectives.chunk_sites import GATHER, REDUCE, Site, matrix_views, site_at
+from autopar.passes.collectives.chunk_sites import GATHER, REDUCE, Site, in_the_way, matrix_views, site_at
 from autopar.rules.shapes.local_shapes import propagate
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.graph_order import gradient_moves, parameter_only, reorder
@@ -59,7 +59,7 @@ def chunk_collectives(program: Program, plan: Plan) -> Program:
     machine, seconds = machine_of(plan), NodeSeconds(machine_of(plan))
     others = {*parameter_only(program), *gradient_moves(program), *program.per_step}
     order = {n: i for i, n in enumerate(graph.nodes)}
-    taken: set[fx.Node] = set()
+    replaced, sources = set[fx.Node](), set[fx.Node]()
     chosen: list[tuple[Site, tuple[int, ...]]] = []
     saved = 0.0
     for node in order:
@@ -67,12 +67,13 @@ def chunk_collectives(program: Program, plan: Plan) -> Program:
             continue
         site = site_at(node, machine, order)
         # One product may read what is gathered and make what is scattered: it is cut for one of them.
-        if site is None or taken & site.nodes:
+        if site is None or site.source in replaced or site.replaced & (replaced | sources) or in_the_way(site, order):
             continue
         gain, chunks = _chunks(site, seconds)
         if len(chunks) > 1:
             chosen.append((site, chunks))
-            taken |= site.nodes
+            replaced |= site.replaced
+            sources.add(site.source)
             # In the backward pass predictions count on gradients of weights beside what is communicated.
             saved += 0.0 if is_backward(node) else gain * program.runs(node)
     if chosen:

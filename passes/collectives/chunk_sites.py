@@ -19,6 +19,7 @@ from autopar.ir.graph import is_backward
 from autopar.ir.layout import Layout, Partial, Replicate, Split, local_dims
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import c10d
+from autopar.ir.program import draws
 from autopar.sharding.redistribute import Machine
 
 aten = torch.ops.aten
@@ -71,9 +72,9 @@ class Site:
     added: tuple[fx.Node, fx.Node] | None = None
 
     @property
-    def nodes(self) -> frozenset[fx.Node]:
-        """What its chunks replace, and the value that they begin with."""
-        return frozenset({*self.moved, *self.products, self.source})
+    def replaced(self) -> frozenset[fx.Node]:
+        """What its chunks stand for."""
+        return frozenset({*self.moved, *self.products, *([] if self.kind == GATHER else [self.source])})
 
     @property
     def wait(self) -> fx.Node:
@@ -103,6 +104,19 @@ def site_at(collective: fx.Node, machine: Machine, order: Mapping[fx.Node, int])
                 site = Site(kind, collective, moved, source, value, (), units, machine.sizes[axis])
                 return _with_products(site, order)
     return None
+
+
+def in_the_way(site: Site, order: Mapping[fx.Node, int]) -> bool:
+    """Whether something random is between, which must stay in its place: what reads a whole value later comes later."""
+    ends = [order[n] for n in (*site.products, *site.moved)]
+    node, last = site.collective, max(ends)
+    while order[node] > min(ends):
+        node = node.prev
+    while order[node] < last:
+        if draws(node):
+            return True
+        node = node.next
+    return False
 
 
 def _has_layout(node: fx.Node) -> bool:
