@@ -226,7 +226,7 @@ class _Emitter:
             gathered = send(gathered, *spans[0])
         for old in site.products:
             for view in list(matrix_views(old))[-2::-1]:
-                if self.order[view] > self.order[first]:
+                if self.order.get(view, -1) > self.order[first]:
                     first.prepend(view)
         with self.graph.inserting_before(first):
             results = [self._call(p, new_rows, p.args[1], rows, p.meta["val"].shape[1]) for p in site.products]
@@ -249,45 +249,56 @@ class _Emitter:
         site, old = self.site, self.site.products[0]
         rows, columns = old.meta["val"].shape
         axis, scatters = _collective(site.collective).axis, site.kind != REDUCE
-        kept = len(site.source.users) > 1  # who else reads the terms of the sum gets them whole
+        # Who else reads the terms of the sum gets them whole; else all-reduces overwrite them.
+        kept = len(site.source.users) > 1
+        terms: fx.Node | None = None
         with self.graph.inserting_before(site.collective):
             summed = self._call(
                 site.collective, new_rows, old.args[0], rows // (site.parts if scatters else 1), columns
             )
-            terms = self._call(old, new_rows, old.args[0], rows, columns) if kept else None
+            if kept:
+                terms = self._call(old, new_rows, old.args[0], rows, columns)
             for start, stop in self._spans():
-                terms, part = self._terms(terms if kept else None, start, stop)
+                at, count = start * self._unit, (stop - start) * self._unit
+                if not kept and not scatters:
+                    summed = self._terms(summed, at, at, count)
+                    part = self._call(site.collective, aten.narrow.default, summed, 0, at, count)
+                    summed = self._send(start, stop - start, reduce_rows_, summed, part, at, axis)
+                    continue
+                if terms is None:
+                    part = self._terms(self._call(old, new_rows, old.args[0], count, columns), 0, at, count)
+                else:
+                    terms = self._terms(terms, at, at, count)
+                    part = self._call(old, aten.narrow.default, terms, 0, at, count)
                 summed = self._wait(summed) if start else summed
                 if not scatters:
-                    summed = self._send(start, stop - start, reduce_rows_, summed, part, start * self._unit, axis)
-                    continue
-                for unit in range(start, stop):
-                    span = (unit - start) * self._unit, self._unit
-                    own = self._call(site.collective, aten.narrow.default, part, 0, *span)
-                    at = unit * self._unit // site.parts
-                    summed = self._send(unit, 1, scatter_rows_, summed, own, at, site.parts, axis)
-            if terms is not None and kept:
+                    summed = self._send(start, stop - start, reduce_rows_, summed, part, at, axis)
+                for unit in range(start, stop) if scatters else ():
+                    own = self._call(
+                        site.collective, aten.narrow.default, part, 0, (unit - start) * self._unit, self._unit
+                    )
+                    first = unit * self._unit // site.parts
+                    summed = self._send(unit, 1, scatter_rows_, summed, own, first, site.parts, axis)
+            if terms is not None:
                 self._stand_in(site.source, terms)
         with self.graph.inserting_before(site.wait):
             self._stand_in(site.value, self._wait(summed))
         self._erase()
 
-    def _terms(self, whole: fx.Node | None, start: int, stop: int) -> tuple[fx.Node, fx.Node]:
-        """The terms of all chunks up to now, or without ``whole`` of this one alone; and those of this one."""
-        old, at, count = self.site.products[0], start * self._unit, (stop - start) * self._unit
+    def _terms(self, into: fx.Node, place: int, at: int, count: int) -> fx.Node:
+        """Write the terms of some rows, from ``at`` on, into rows from ``place`` on."""
+        old = self.site.products[0]
         left, right = old.args
-        columns = old.meta["val"].shape[1]
         part = self._call(old, aten.narrow.default, left, 0, at, count)
-        into, place = (self._call(old, new_rows, left, count, columns), 0) if whole is None else (whole, at)
         terms = self._call(old, multiply_rows_, into, part, right, place)
-        if self.site.added is not None:
-            total, term = self.site.added
-            # Another site's chunks may have replaced it by now.
-            (other,) = (n for n in total.all_input_nodes if n is not term)
-            flat = self._call(total, aten.reshape.default, other, [self.site.rows, columns])
-            own = self._call(total, aten.narrow.default, flat, 0, at, count)
-            terms = self._call(total, add_rows_, terms, own, place)
-        return terms, terms if whole is None else self._call(old, aten.narrow.default, terms, 0, at, count)
+        if self.site.added is None:
+            return terms
+        total, term = self.site.added
+        # Another site's chunks may have replaced it by now.
+        (other,) = (n for n in total.all_input_nodes if n is not term)
+        flat = self._call(total, aten.reshape.default, other, list(old.meta["val"].shape))
+        own = self._call(total, aten.narrow.default, flat, 0, at, count)
+        return self._call(total, add_rows_, terms, own, place)
 
     def _stand_in(self, old: fx.Node, rows: fx.Node) -> None:
         """Let rows, in the shape of a value, stand for it."""

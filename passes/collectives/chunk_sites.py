@@ -197,7 +197,7 @@ def _with_products(site: Site, order: Mapping[fx.Node, int]) -> Site | None:
 def _with_maker(site: Site, order: Mapping[fx.Node, int]) -> Site:
     """The product whose terms are summed, and which nothing else reads."""
     whole = _behind_views(site.source)
-    if whole.target is aten.mm.default and len(site.source.users) == 1:
+    if whole.target is aten.mm.default and len(site.source.users) == 1 and _together(whole, site.collective):
         return replace(site, products=(whole,))
     if whole.target is not aten.add.Tensor or whole.kwargs or len(whole.all_input_nodes) != 2:
         return site
@@ -206,9 +206,15 @@ def _with_maker(site: Site, order: Mapping[fx.Node, int]) -> Site:
         (other,) = (n for n in whole.all_input_nodes if n is not term)
         product, value = _behind_views(term), whole.meta["val"]
         alike = all(n.meta["val"].shape == value.shape and n.meta["val"].dtype == value.dtype for n in (term, other))
-        if product.target is aten.mm.default and alike and len(term.users) == 1:
+        if product.target is aten.mm.default and alike and len(term.users) == 1 and _together(product, site.collective):
             return replace(site, products=(product,), added=(whole, term))
     return site
+
+
+def _together(product: fx.Node, collective: fx.Node) -> bool:
+    """Whether one graph of a step runs both."""
+    same_pass = is_backward(product) is is_backward(collective)
+    return same_pass and info(product).stage == info(collective).stage
 
 
 def _behind_views(node: fx.Node) -> fx.Node:
@@ -225,8 +231,7 @@ def _readers(site: Site, order: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:
     for view in views:
         for user in view.users:
             product = user.target is aten.mm.default and user.args[0] is view and user.args[1] is not view
-            alike = is_backward(user) is is_backward(site.collective) and info(user).stage == info(view).stage
-            if product and alike and not (found and found[0].args[0] is not view):
+            if product and _together(user, site.collective) and not (found and found[0].args[0] is not view):
                 found.append(user)
     found.sort(key=lambda n: order[n])
     roots = {n: list(matrix_views(n))[-1] for n in found}

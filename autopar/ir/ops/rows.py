@@ -47,7 +47,9 @@ def _scatter_rows(whole: Tensor, terms: Tensor, start: int, parts: int, group: s
 
 def _reduce_rows(whole: Tensor, terms: Tensor, start: int, group: str) -> Tensor:
     out = whole.narrow(0, start, terms.shape[0])
-    c10d.all_reduce_(out.copy_(terms), "sum", group)
+    if terms.data_ptr() != out.data_ptr():  # the terms are in other memory
+        out.copy_(terms)
+    c10d.all_reduce_(out, "sum", group)
     return whole
 
 
@@ -77,7 +79,7 @@ scatter_rows_ = torch.ops.autopar.scatter_rows_.default
 """``whole[start:start + n]``: this device's part of the sum of terms ``[parts n, ...]`` over a group."""
 
 reduce_rows_ = torch.ops.autopar.reduce_rows_.default
-"""``whole[start:start + n]``: the sum of terms ``[n, ...]`` over a group."""
+"""``whole[start:start + n]``: the sum of terms ``[n, ...]`` over a group; they may be these rows."""
 
 add_rows_ = torch.ops.autopar.add_rows_.default
 """``whole[start:start + n] += rows``."""
