@@ -31,24 +31,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.costs.chunks import MOST_UNITS, best_chunks
-from autopar.costs.kernels import kernel_seconds, product, stream
 from autopar.ir.graph import inherit_origin, is_backward
 from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
-from autopar.ir.ops.collectives import Collective, c10d
+from autopar.ir.ops.collectives import c10d
 from autopar.ir.ops.rows import add_rows_, gather_rows_, multiply_rows_, new_rows, reduce_rows_, scatter_rows_
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
-from autopar.passes.collectives.chunk_sites import GATHER, REDUCE, Site, in_the_way, matrix_views, site_at
 from autopar.rules.shapes.local_shapes import propagate
 from autopar.sharding.assignment import machine_of
+from autopar.sharding.chunks.cost import chunks_of, collective_of, part_of
+from autopar.sharding.chunks.sites import GATHER, REDUCE, Site, in_the_way, matrix_views, site_at
 from autopar.sharding.graph_order import gradient_moves, parameter_only, reorder
 from autopar.sharding.node_seconds import NodeSeconds
 
 aten = torch.ops.aten
-
-LEAST_GAIN = 0.05
-"""Of a collective's seconds, this share has to be hidden by chunks: less is within the error of the cost model."""
 
 
 def chunk_collectives(program: Program, plan: Plan) -> Program:
@@ -69,7 +65,7 @@ def chunk_collectives(program: Program, plan: Plan) -> Program:
         # One product may read what is gathered and make what is scattered: it is cut for one of them.
         if site is None or site.source in replaced or site.replaced & (replaced | sources) or in_the_way(site, order):
             continue
-        gain, chunks = _chunks(site, seconds)
+        gain, chunks = chunks_of(site, seconds)
         if len(chunks) > 1:
             chosen.append((site, chunks))
             replaced |= site.replaced
@@ -85,73 +81,6 @@ def chunk_collectives(program: Program, plan: Plan) -> Program:
         set_graph_info(program.graph, replace(graph_info(program.graph), chunked_seconds=saved))
         program.graph.recompile()
     return program
-
-
-def _chunks(site: Site, seconds: NodeSeconds) -> tuple[float, tuple[int, ...]]:
-    """Seconds that chunks save, and the units of each; a single one where that is too little."""
-    made = _collective(site.collective)
-    added = [site.added[0]] if site.added is not None else []
-    whole = sum(seconds.kernel(n)[0] for n in (*site.products, *added))
-    # What a chunk does not need: exchanges and copies that bring the dim that is split to the front, and back.
-    beyond = sum(
-        seconds.collective(c) if (c := info(n).collective) is not None else seconds.kernel(n)[0]
-        for n in site.moved if n is not site.collective
-    )  # fmt: skip
-    beside = _beside(site, seconds)
-    before = max(seconds.collective(made) - beside, 0.0) + whole + beyond
-    if site.units > MOST_UNITS:
-        return 0.0, (site.units,)
-    device = seconds.machine.device
-    counts = range(1, site.units + 1)
-    if site.kind == REDUCE:
-        sent = [seconds.collective(_part(made, n, site.units)) for n in counts]
-    else:
-        sent = [n * seconds.collective(_part(made, 1, site.units)) for n in counts]
-    messages = 1 if site.kind == REDUCE else site.units
-    multiplied = [
-        # The host has to launch what a chunk consists of.
-        max(_product_seconds(site, n, seconds), device.host * (len(site.products) + n * messages / site.units))
-        for n in counts
-    ]
-    after, chunks = best_chunks(sent, multiplied, beside)
-    if before - after < LEAST_GAIN * seconds.collective(made):
-        return 0.0, (site.units,)
-    return before - after, chunks if site.kind == GATHER else chunks[::-1]
-
-
-def _beside(site: Site, seconds: NodeSeconds) -> float:
-    """Seconds of the kernels that run between a collective and its wait."""
-    found, node = 0.0, site.collective.next
-    while node is not site.wait:
-        if info(node).collective is None:
-            found += seconds.kernel(node)[0]
-        node = node.next
-    return found
-
-
-def _product_seconds(site: Site, units: int, seconds: NodeSeconds) -> float:
-    """Of the products of so many units of rows."""
-    rows, found = units * site.rows // site.units, 0.0
-    for node in site.products:
-        value, depth = node.meta["val"], node.all_input_nodes[0].meta["val"].shape[1]
-        name = str(value.dtype).removeprefix("torch.")
-        dtype = name if name in seconds.machine.device.flops else "float32"
-        work = product(rows, value.shape[1], depth, item=value.element_size())
-        found += float(kernel_seconds(work, dtype, seconds.machine.device)[0])
-        if site.added is not None:
-            work = stream(3 * rows * value.shape[1] * value.element_size())
-            found += float(kernel_seconds(work, dtype, seconds.machine.device)[0])
-    return found
-
-
-def _collective(node: fx.Node) -> Collective:
-    made = info(node).collective
-    assert made is not None
-    return made
-
-
-def _part(made: Collective, units: int, of: int) -> Collective:
-    return replace(made, bytes=made.bytes * units / of)
 
 
 @dataclass(frozen=True)
@@ -196,7 +125,7 @@ class _Emitter:
     def _send(self, first: int, units: int, target: Any, *args: Any) -> fx.Node:
         """A collective of some units; the first one of all counts for the whole."""
         node = self._call(self.site.collective, target, *args)
-        made = _part(_collective(self.site.collective), units, self.site.units)
+        made = part_of(collective_of(self.site.collective), units, self.site.units)
         set_info(node, replace(info(node), collective=replace(made, members=made.members * (first == 0))))
         return node
 
@@ -207,7 +136,7 @@ class _Emitter:
         """All chunks are issued while the one before is multiplied, but for the first."""
         site, first = self.site, self.site.products[0]
         rows, depth = first.all_input_nodes[0].meta["val"].shape
-        axis = _collective(site.collective).axis
+        axis = collective_of(site.collective).axis
         with self.graph.inserting_before(site.collective):
             own = self._call(site.collective, aten.contiguous.default, site.source)
             own = self._call(
@@ -248,7 +177,7 @@ class _Emitter:
         """The sum of each chunk is issued when it is multiplied, but not before that of the one before is over."""
         site, old = self.site, self.site.products[0]
         rows, columns = old.meta["val"].shape
-        axis, scatters = _collective(site.collective).axis, site.kind != REDUCE
+        axis, scatters = collective_of(site.collective).axis, site.kind != REDUCE
         # Who else reads the terms of the sum gets them whole; else all-reduces overwrite them.
         kept = len(site.source.users) > 1
         terms: fx.Node | None = None

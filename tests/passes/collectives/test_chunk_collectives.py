@@ -202,7 +202,7 @@ def test_random_plans_compute_the_same(name: str, seeds: range, monkeypatch: pyt
 
     chunking = import_module("autopar.passes.collectives.chunk_collectives")
     # Wherever chunks are possible, whether they pay or not.
-    monkeypatch.setattr(chunking, "_chunks", lambda site, _: (0.0, (1,) * site.units))
+    monkeypatch.setattr(chunking, "chunks_of", lambda site, _: (0.0, (1,) * site.units))
     sites = 0
     for seed in seeds:
         program, plan = random_plan_of(name, seed)
