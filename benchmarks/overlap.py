@@ -33,6 +33,7 @@ from autopar.pipeline.schedules import order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
+from autopar.search.overlap.simulated import with_chunks
 from autopar.search.pipeline.stage_memory import memory_of_stages, peaks
 from autopar.search.pipeline.stage_times import StageTime, plan_tasks, step_tasks, times_of_plan
 from autopar.search.predict import predict
@@ -119,7 +120,9 @@ def main() -> None:
         dims = analyze(program)
         for recipe in (r for r in RECIPES if options.only in r and (len(axes) > 1 or r not in ("hsdp", "megatron"))):
             plan = solve(program, axes, "h100", search=Search(recipe=None if recipe == "search" else recipe))
+            classes = layer_classes(program, dims)
             both = [predict(program, dims, replace(plan, overlap=on)) for on in (False, True)]
+            both = [with_chunks(program, each, classes) for each in both]
             rows += [measured(program, each, axes, recipe) for each in both]
             if not options.json:
                 for row in rows[-2:]:
