@@ -122,7 +122,7 @@ def main() -> None:
             plan = solve(program, axes, "h100", search=Search(recipe=None if recipe == "search" else recipe))
             classes = layer_classes(program, dims)
             both = [predict(program, dims, replace(plan, overlap=on)) for on in (False, True)]
-            both = [with_chunks(program, each, classes) for each in both]
+            both = [with_chunks(program, dims, each, classes) for each in both]
             rows += [measured(program, each, axes, recipe) for each in both]
             if not options.json:
                 for row in rows[-2:]:

@@ -190,7 +190,7 @@ class _Rounds:
             best = min(few, key=lambda plan: simulated_seconds(self.program, plan, self.classes))
         seconds = best.predicted.step_seconds
         certificate = replace(best.certificate, objective=seconds, lower_bound=min(proof.bound, seconds))
-        best = with_chunks(self.program, best, self.classes)
+        best = with_chunks(self.program, self.dims, best, self.classes)
         return replace(best, certificate=proof.checked(self.job, certificate))
 
     def _problem(self, weights: Weights | None) -> BudgetProblem:

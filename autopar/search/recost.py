@@ -48,7 +48,7 @@ def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Pl
     found = predict(padded, dims, replace(plan, predicted=replace(plan.predicted, peak_bytes=held)), classes)
     counted = _with_objective(found, found.predicted.step_seconds)
     # A plan that was drawn is predicted as the search counts.
-    return counted if plan.certificate.method == "random" else with_chunks(padded, counted, classes)
+    return counted if plan.certificate.method == "random" else with_chunks(padded, dims, counted, classes)
 
 
 def _in_stages(part: Program, plan: Plan) -> Plan:

@@ -9,10 +9,17 @@ from autopar.ir.node_info import graph_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform
+from autopar.search.overlap.regions import BLOCKING, FORWARD
+from autopar.search.overlap.step_time import feature
 from autopar.search.peak import unverified
+from autopar.search.predict import step_features
+from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
+
+NEGLIGIBLE = 1e-3
+"""Share of a step."""
 
 
 def simulated_seconds(program: Program, plan: Plan, classes: LayerClasses) -> float:
@@ -30,15 +37,17 @@ def simulated_seconds(program: Program, plan: Plan, classes: LayerClasses) -> fl
     return _of_whole_model(program, plan, classes, seconds)
 
 
-def with_chunks(program: Program, plan: Plan, classes: LayerClasses) -> Plan:
+def with_chunks(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> Plan:
     """The plan, predicted to take less by what chunks save of its forward pass; its objective stays as it is.
 
     Args:
         program: canonical program of one microbatch.
+        dims: its dimension analysis.
         plan: for this program, with a prediction.
         classes: its layer classes.
     """
-    if not plan.overlap:
+    # No graph is emitted for plans that have nothing to hide there but the sum of a loss.
+    if not plan.overlap or _waited_for(program, dims, plan, classes) < NEGLIGIBLE * plan.predicted.step_seconds:
         return plan
 
     def seconds(program: Program, part: Plan) -> float:
@@ -48,6 +57,15 @@ def with_chunks(program: Program, plan: Plan, classes: LayerClasses) -> Plan:
     known = plan.predicted
     step = known.step_seconds - saved
     return replace(plan, predicted=replace(known, step_seconds=step, chunked_seconds=saved))
+
+
+def _waited_for(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> float:
+    """Seconds of collectives that kernels of the forward pass wait for."""
+    found, axes = 0.0, len(plan.axes)
+    for region, own in step_features(program, dims, plan, classes).items():
+        if region.endswith(FORWARD):
+            found += float(sum(own[feature(BLOCKING, axis, axes)] for axis in range(axes)))
+    return found
 
 
 def _of_whole_model(
