@@ -214,10 +214,11 @@ def test_random_plans_compute_the_same(name: str, seeds: range, monkeypatch: pyt
 
 @pytest.mark.deep
 def test_deep_models_are_extrapolated() -> None:
-    """What chunks save of six layers is known from three."""
+    """What chunks save of six layers, and hold, is known from three."""
     model, batch = models.llama(layers=6)
-    roles = {"axes": MESHES[1], "search": Search(recipe="megatron-sequence"), "memory": None}
+    roles = {"axes": MESHES[1], "search": Search(recipe="megatron-sequence"), "memory": "1GiB"}
     plan = plan_of(model, batch, cluster=slow_links(1e4), **roles)  # type: ignore[arg-type]
     local = rewrite(program_of(model, batch), plan)
     assert plan.predicted.chunked_seconds == pytest.approx(graph_info(local.graph).chunked_seconds, rel=1e-6)
     assert plan.predicted.chunked_seconds > 0
+    assert sum(plan.predicted.peak_bytes.values()) == pytest.approx(sum(peak_memory(local, plan).values()), rel=0.05)
