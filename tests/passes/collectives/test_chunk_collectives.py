@@ -28,7 +28,7 @@ from autopar.sharding.dims import analyze
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
 from autopar.verify.emulate import census
-from autopar.verify.verify import compare, global_values
+from autopar.verify.verify import compare, global_values, verify
 from tests import models
 from tests.distributed.models import residuals, slow_links
 from tests.plans import show
@@ -89,6 +89,12 @@ def test_computes_the_same(
     program, local, plan = chunked(name, recipe, axes, bandwidth)
     assert {f"{kind}_rows_" for kind in kinds} <= set(written(local))
     assert compare(program, local, plan, list(captured(name)[1]), torch.float64).max_error < 1e-12
+
+
+def test_equals_eager_whatever_strides_tensors_have() -> None:
+    _, _, plan = chunked()
+    model, batch = residuals()
+    assert verify(model, batch, MESHES[0], plan=plan, random_strides=True).max_error < 1e-12
 
 
 def test_before_and_after() -> None:
