@@ -15,7 +15,8 @@ After::
 Each chunk is communicated while another is multiplied, which nothing else hides in a forward pass. All write into one
 tensor: what is gathered, and what is made of it, lies in memory as it did. So chunks are of dims outside of the one
 that is split, such as the sequences of a batch; what an all-reduce sums may be cut anywhere. A wait is for whatever is
-on its way into its tensor; thus each chunk is waited for before the next is sent.
+on its way into its tensor; thus each chunk is waited for before the next is sent, but for all-reduces that overwrite
+their terms: these are waited for together.
 
 The cost model decides how many chunks there are, of which sizes, and whether it pays: each message has its latency,
 and products of few rows fill a device less. Collectives that kernels hide already stay whole. It follows
