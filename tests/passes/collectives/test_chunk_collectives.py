@@ -18,7 +18,7 @@ from autopar.ir.ops.collectives import c10d
 from autopar.ir.ops.rows import WRITES_ROWS, add_rows_, multiply_rows_, new_rows, reduce_rows_
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.memory.liveness import peak_memory
+from autopar.memory.liveness import peak_memory, read_by
 from autopar.passes import PASSES
 from autopar.passes.collectives.chunk_collectives import chunk_collectives
 from autopar.search.options import Search
@@ -182,6 +182,20 @@ def test_communicates_as_much_and_holds_no_more() -> None:
     for kind in ("all_gather", "reduce_scatter"):
         assert counts[kind] == pytest.approx(before[kind])
     assert sum(peak_memory(local, plan).values()) <= sum(peak_memory(whole, plan).values())
+
+
+def test_what_is_sent_is_live_until_it_is_waited_for() -> None:
+    _, local, _ = chunked(bandwidth=1e5)
+    sent: dict[fx.Node, list[Any]] = {}  # by state of a tensor: what has been sent into it, and not been waited for
+    most = 0
+    for node in local.graph.graph.nodes:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        if node.target in WRITES_ROWS:
+            sent[node] = [*sent.get(source, []), *([node.args[1]] if info(node).collective else [])]
+        elif node.target is c10d.wait_tensor.default and source in sent:
+            assert set(sent[source]) <= set(read_by(node))
+            most = max(most, len(sent[source]))
+    assert most > 1, "no wait is for several"
 
 
 def test_nothing_is_cut_where_that_takes_longer() -> None:
