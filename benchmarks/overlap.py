@@ -3,12 +3,14 @@
 The plan of each recipe, and of the search, is emitted twice: with collectives where they are needed, one at a time, and
 with `Plan.overlap`. The bound is the larger of what the compute stream works and what the busiest link sends; no order
 of the same nodes is faster. With ``--pipelines``, models in stages instead: the bound is then that of each graph of a
-stage, in the same schedule, so that it has its bubble. Nothing is measured on a GPU.
+stage, in the same schedule, so that it has its bubble. With ``--chunks``, tensor parallelism on 8 GPUs with products in
+one piece and in chunks, and how much of what the forward pass sends is hidden. Nothing is measured on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -20,14 +22,18 @@ from typing import Any
 import torch
 
 from autopar.compiler import program_of, rewrite, solve
+from autopar.ir.graph import is_backward
 from autopar.ir.node_info import info
 from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program
 from autopar.memory.liveness import peak_memory
+from autopar.passes import PASSES
+from autopar.passes.collectives.chunk_collectives import chunk_collectives
 from autopar.pipeline.schedules import order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
+from autopar.search.overlap.simulated import with_chunks
 from autopar.search.pipeline.stage_memory import memory_of_stages, peaks
 from autopar.search.pipeline.stage_times import StageTime, plan_tasks, step_tasks, times_of_plan
 from autopar.search.predict import predict
@@ -64,6 +70,19 @@ COLUMNS = (
     "peak_GiB",
     "emit_s",
 )
+CHUNK_COLUMNS = (
+    "recipe",
+    "chunks",
+    "predicted_ms",
+    "step_ms",
+    "compute_ms",
+    "links_ms",
+    "forward_ms",
+    "exposed_ms",
+    "hidden",
+    "collectives",
+    "peak_GiB",
+)
 PIPELINE_COLUMNS = (
     "recipe",
     "schedule",
@@ -83,20 +102,27 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32, help="of the model's 32")
     parser.add_argument("--only", metavar="TEXT", default="", help="recipes that contain TEXT")
     parser.add_argument("--pipelines", action="store_true", help=f"on {STAGE_AXES}, {MICROBATCHES} microbatches")
+    parser.add_argument("--chunks", action="store_true", help="tensor parallelism on 8 GPUs")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     rows = []
+    for row in chunks(options.layers, options.only) if options.chunks else ():
+        rows.append(row)
+        if not options.json:
+            print("  ".join(f"{row[c]!s:>17}" for c in CHUNK_COLUMNS), flush=True)
     if options.pipelines:
         for row in pipelines(options.layers, options.only):
             rows.append(row)
             if not options.json:
                 print("  ".join(f"{row[c]!s:>11}" for c in PIPELINE_COLUMNS), flush=True)
-    for axes in () if options.pipelines else MESHES:
+    for axes in () if options.pipelines or options.chunks else MESHES:
         program = captured(math.prod(axes.values()), options.layers)
         dims = analyze(program)
         for recipe in (r for r in RECIPES if options.only in r and (len(axes) > 1 or r not in ("hsdp", "megatron"))):
             plan = solve(program, axes, "h100", search=Search(recipe=None if recipe == "search" else recipe))
+            classes = layer_classes(program, dims)
             both = [predict(program, dims, replace(plan, overlap=on)) for on in (False, True)]
+            both = [with_chunks(program, dims, each, classes) for each in both]
             rows += [measured(program, each, axes, recipe) for each in both]
             if not options.json:
                 for row in rows[-2:]:
@@ -142,6 +168,43 @@ def measured(program: Program, plan: Plan, axes: Mapping[str, int], recipe: str)
         "peak_GiB": round(sum(peak_memory(local, plan).values()) / 2**30, 1),
         "emit_s": round(emit, 1),
     }
+
+
+def chunks(layers: int, only: str) -> Iterator[dict[str, Any]]:
+    """Rows of the table of chunks: a plan emitted without them, and with them."""
+    program = captured(8, layers)
+    for recipe in ("megatron-sequence", "megatron"):
+        if only not in recipe:
+            continue
+        plan = solve(program, {"gpu": 8}, "h100", search=Search(recipe=recipe))
+        known = plan.predicted
+        for passes in (tuple(p for p in PASSES if p is not chunk_collectives), PASSES):
+            cut = passes is PASSES
+            local = rewrite(program, plan, passes=passes)
+            timeline = simulate(emitted(local, plan))
+            sent, exposed = forward_seconds(local, plan)
+            yield {
+                "recipe": recipe,
+                "chunks": "yes" if cut else "no",
+                "predicted_ms": round(1e3 * (known.step_seconds + (0 if cut else known.chunked_seconds)), 1),
+                "step_ms": round(1e3 * timeline.step_seconds, 1),
+                "compute_ms": round(1e3 * timeline.busy[0], 1),
+                "links_ms": round(1e3 * sum(t.seconds for t in timeline.tasks if t.category == COMMUNICATION), 1),
+                "forward_ms": round(1e3 * sent, 1),
+                "exposed_ms": round(1e3 * exposed, 1),
+                "hidden": f"{1 - exposed / sent:.0%}",
+                "collectives": sum(info(n).collective is not None for n in local.graph.graph.nodes),
+                "peak_GiB": round(sum(peak_memory(local, plan).values()) / 2**30, 2),
+            }
+
+
+def forward_seconds(local: Program, plan: Plan) -> tuple[float, float]:
+    """What collectives of the forward pass take, and how long its kernels wait for them."""
+    backward = {n.name for n in local.graph.graph.nodes if is_backward(n)}
+    tasks = list(itertools.takewhile(lambda t: t.name not in backward, emitted(local, plan)))
+    timeline = simulate([replace(t, at_start=(), at_end=()) for t in tasks])
+    sent = sum(t.seconds for t in tasks if t.category == COMMUNICATION)
+    return sent, timeline.exposed_communication[0]
 
 
 def pipelines(layers: int, only: str) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.collectives.bucket_collectives import bucket_collectives
+from autopar.passes.collectives.chunk_collectives import chunk_collectives
 from autopar.passes.collectives.overlap_collectives import overlap_collectives
 from autopar.passes.collectives.reduce_in_place import reduce_in_place
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
@@ -56,6 +57,7 @@ PASSES: tuple[Pass, ...] = (
     eliminate_dead_code,
     scatter_sends,
     overlap_collectives,
+    chunk_collectives,
     insert_contiguous,
     merge_views,
     reduce_in_place,
@@ -78,6 +80,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     eliminate_dead_code,
     scatter_sends,
     overlap_collectives,
+    chunk_collectives,
     insert_contiguous,
     merge_views,
     reduce_in_place,

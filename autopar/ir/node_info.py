@@ -160,6 +160,7 @@ class GraphInfo:
         recompute: the `autopar.memory.recompute.Recompute` that `annotate_layouts` leaves for `insert_recompute`; None
             before the one and after the other.
         offloaded_states: parameters whose optimizer state is in host memory.
+        chunked_seconds: of a step, that chunks save in its forward pass by the cost model (`chunk_collectives`).
         storages_known: ``val`` shows which tensors share memory (`insert_contiguous`); whoever changes the graph
             or relies on it unsets it.
     """
@@ -168,6 +169,7 @@ class GraphInfo:
     axes: Mapping[str, int] = field(default_factory=dict)
     recompute: Any = None  # its class is above this package
     offloaded_states: frozenset[str] = frozenset()
+    chunked_seconds: float = 0.0
     storages_known: bool = False
 
 

@@ -94,6 +94,8 @@ class Predicted:
         communication_bytes: bytes that a device sends, by axis.
         collectives: how many, by axis and kind.
         communication_seconds: all collectives, hidden or not.
+        chunked_seconds: how much less ``step_seconds`` is as products run in chunks beside the collectives of their
+            rows, see `autopar.passes.collectives.chunk_collectives`; the objective of the search is without it.
         host_seconds: copies to host memory and back.
         host_bytes: the most that a device has in host memory.
     """
@@ -107,6 +109,7 @@ class Predicted:
     host_seconds: float = 0.0
     host_bytes: float = 0.0
     communication_seconds: float = 0.0
+    chunked_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,8 @@ class Plan:
         scatter: after which stages shards are sent; None: whole tensors are.
         padding: padded shape of each parameter with dims that do not divide, see `autopar.passes.pad_dims`.
         overlap: whether collectives are joined and put where kernels hide them, see
-            `autopar.passes.collectives.overlap_collectives`: what is in flight takes memory.
+            `autopar.passes.collectives.overlap_collectives`: what is in flight takes memory. Products may then be cut
+            into chunks beside the collectives of their rows, see `autopar.passes.collectives.chunk_collectives`.
         fused: whether costs are those of kernels that a compiler fuses, see `autopar.rules.shapes.fused_kernels`.
     """
 

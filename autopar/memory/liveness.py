@@ -19,6 +19,7 @@ from autopar.ir.node_info import graph_info, info, set_graph_info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import c10d, waits_for
 from autopar.ir.ops.host import to_device, to_host
+from autopar.ir.ops.rows import WRITES_ROWS, gather_rows_, new_rows, reduce_rows_, scatter_rows_
 from autopar.ir.ops.sequence.padded_convolution import padded_convolution, padded_convolution_backward
 from autopar.ir.plan import Plan
 from autopar.ir.program import GRADIENTS, Program, is_hoisted
@@ -178,7 +179,8 @@ class _Liveness:
             if made is None or made.kind not in _COPIED or made.axis not in self.copies:
                 continue
             sides = ((node,), node.all_input_nodes)
-            whole = max(sum(v.nbytes for n in side for v in values_of(n) if v is not None) for side in sides)
+            whole = float(max(sum(v.nbytes for n in side for v in values_of(n) if v is not None) for side in sides))
+            whole = made.bytes if node.target in WRITES_ROWS else whole  # of the rows that it writes
             waits = waits_for(node)
             yield Change(node, True, "communication", self.copies[made.axis] * whole)
             yield Change(waits[0] if waits else node, False, "communication", -self.copies[made.axis] * whole)
@@ -194,11 +196,16 @@ def read_by(node: fx.Node) -> list[fx.Node]:
     if node.target is c10d.wait_tensor.default:
         # The library reads what it gathers and scatters until it is waited for; it reduces a copy.
         collective = producer(node.all_input_nodes[0])[0]
+        # A wait is for all collectives that are on their way into one tensor.
+        while collective.target in WRITES_ROWS:
+            read += tensor_arguments(collective) if info(collective).collective is not None else []
+            collective = collective.all_input_nodes[0]
         read += [] if collective.target in _SUMS else tensor_arguments(collective)
     return read
 
 
 _SUMS = (c10d.all_reduce.default, c10d.all_reduce_coalesced.default)
+_RECEIVES = (gather_rows_, scatter_rows_, reduce_rows_)
 _COPIED = ("all_gather", "reduce_scatter")
 _FORWARD = (aten.convolution.default, padded_convolution)
 _BACKWARD = (aten.convolution_backward.default, padded_convolution_backward)
@@ -236,7 +243,8 @@ def _before_blocks(program: Program) -> set[fx.Node]:
 
 
 def _category(node: fx.Node, user: fx.Node) -> str:
-    if info(node).collective is not None:
+    received = node.target is new_rows and any(u.target in _RECEIVES for u in node.users)
+    if info(node).collective is not None or received:
         return "communication"
     # An offloaded activation that came back is one again, although the backward pass made this copy.
     saved = node.target is to_device or (is_backward(user) and not is_backward(node))

@@ -16,7 +16,7 @@ from autopar.search.budget.within_budget import plan_by_axes, plan_by_products, 
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
 from autopar.search.overlap.regions import regions_of
-from autopar.search.overlap.simulated import simulated_seconds
+from autopar.search.overlap.simulated import simulated_seconds, with_chunks
 from autopar.search.overlap.step_time import Floats, StepTime
 from autopar.search.overlap.weights import Weights
 from autopar.search.predict import predict, step_features
@@ -190,6 +190,7 @@ class _Rounds:
             best = min(few, key=lambda plan: simulated_seconds(self.program, plan, self.classes))
         seconds = best.predicted.step_seconds
         certificate = replace(best.certificate, objective=seconds, lower_bound=min(proof.bound, seconds))
+        best = with_chunks(self.program, self.dims, best, self.classes)
         return replace(best, certificate=proof.checked(self.job, certificate))
 
     def _problem(self, weights: Weights | None) -> BudgetProblem:

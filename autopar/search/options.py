@@ -53,7 +53,8 @@ class Search:
             where nothing fits otherwise and the device has a link to its host.
 
             ``overlap``: ``"none"`` waits for each collective where it is issued, which takes the least memory;
-            ``"search"``, the default, lets collectives run beside kernels unless that does not fit.
+            ``"search"``, the default, lets collectives run beside kernels, products of their own rows included, unless
+            that does not fit.
 
             ``microbatches``: how many microbatches a step accumulates gradients over; without it, as many as short
             memory asks for.

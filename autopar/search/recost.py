@@ -10,6 +10,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes.pad_dims import pad
 from autopar.search.microbatch.split import microbatch_program
+from autopar.search.overlap.simulated import with_chunks
 from autopar.search.peak import peak_of
 from autopar.search.pipeline.stage_peak import cut_again, overlapped
 from autopar.search.predict import predict
@@ -45,7 +46,9 @@ def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Pl
     classes = layer_classes(padded, dims)
     held = peak_of(padded, plan, classes) if plan.predicted.peak_bytes else {}
     found = predict(padded, dims, replace(plan, predicted=replace(plan.predicted, peak_bytes=held)), classes)
-    return _with_objective(found, found.predicted.step_seconds)
+    counted = _with_objective(found, found.predicted.step_seconds)
+    # A plan that was drawn is predicted as the search counts.
+    return counted if plan.certificate.method == "random" else with_chunks(padded, dims, counted, classes)
 
 
 def _in_stages(part: Program, plan: Plan) -> Plan:

@@ -17,6 +17,7 @@ from autopar.ir.ops.balanced_attention import swap_blocks, swapped
 from autopar.ir.ops.collectives import COALESCED, GROUP_ARGUMENT, IN_PLACE, axis_index, c10d
 from autopar.ir.ops.exchange import block_sizes, exchange_rows
 from autopar.ir.ops.random import generator_states, restore_generators
+from autopar.ir.ops.rows import gather_rows_, reduce_rows_, scatter_rows_
 from autopar.ir.ops.sequence.send_block import send_block, sent
 from autopar.ir.program import Program, is_hoisted
 from autopar.ir.shards import coordinates
@@ -144,8 +145,8 @@ def _run_node(
         return environment[argument]
     if target in GROUP_ARGUMENT:
         axis_name = str(node.args[GROUP_ARGUMENT[target]])
-        if target is exchange_rows:
-            argument = node.args[:3]  # which rows go where depends on what is counted
+        if target in _SEVERAL:
+            argument = node.args[: _SEVERAL[target]]
         given = environment[argument] if isinstance(argument, fx.Node) else _together(environment, argument)
         return _COLLECTIVES[target](node, given, groups[axis_name])
     results = []
@@ -240,6 +241,30 @@ def _send_block(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) 
     return results
 
 
+def _gather_rows(node: fx.Node, values: list[Any], groups: list[Group]) -> list[torch.Tensor]:
+    return _written(node.args[2], values, _all_gather(node, [rows for _, rows in values], groups))
+
+
+def _scatter_rows(node: fx.Node, values: list[Any], groups: list[Group]) -> list[torch.Tensor]:
+    return _written(node.args[2], values, _reduce_scatter(node, [terms for _, terms in values], groups))
+
+
+def _reduce_rows(node: fx.Node, values: list[Any], groups: list[Group]) -> list[torch.Tensor]:
+    sums = [terms for _, terms in values]
+    for group in groups:
+        total = torch.stack([values[r][1] for r in group]).sum(0).to(sums[0].dtype)
+        for r in group:
+            sums[r] = total
+    return _written(node.args[2], values, sums)
+
+
+def _written(start: Any, values: list[Any], rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What each device has once rows are written into its tensor, which no other device has."""
+    for (whole, _), own in zip(values, rows, strict=True):
+        whole.narrow(0, start, len(own)).copy_(own)
+    return [whole for whole, _ in values]
+
+
 _COLLECTIVES: dict[Any, Callable[[fx.Node, list[Any], list[Group]], list[Any]]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.all_gather_into_tensor.default: _all_gather,
@@ -248,7 +273,13 @@ _COLLECTIVES: dict[Any, Callable[[fx.Node, list[Any], list[Group]], list[Any]]] 
     exchange_rows: _exchange_rows,
     swap_blocks: _swap_blocks,
     send_block: _send_block,
+    gather_rows_: _gather_rows,
+    scatter_rows_: _scatter_rows,
+    reduce_rows_: _reduce_rows,
 }
+
+_SEVERAL = {exchange_rows: 3, gather_rows_: 2, scatter_rows_: 2, reduce_rows_: 2}
+"""How many tensors a collective takes, if more than one: which rows go where depends on what is counted."""
 
 
 def _coalesced(single: Any) -> Any:

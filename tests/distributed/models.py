@@ -18,6 +18,16 @@ def slow_devices() -> Any:
     return replace(cpu, device=device, links=tuple(replace(link, latency=1e-9) for link in cpu.links))
 
 
+def slow_links(bandwidth: float = 2e4) -> Any:
+    """A cluster on which products take as long as what they hide, even the smallest, and messages have no latency."""
+    from autopar.costs.cluster import Cluster
+
+    gpus = Cluster.preset("h100")
+    device = replace(gpus.device, flops=dict.fromkeys(gpus.device.flops, 1e6), launch=1e-12, units=1, host=0.0)
+    links = tuple(replace(link, latency=1e-9, bandwidth=bandwidth) for link in gpus.links)
+    return replace(gpus, device=device, links=links)
+
+
 class Mlp(nn.Module):
     """Two linear layers with a loss inside."""
 
@@ -29,6 +39,38 @@ class Mlp(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         out = self.down(torch.relu(self.up(x)))
         return {"loss": ((out - y) ** 2).mean(), "out": out}
+
+
+class Residual(nn.Module):
+    """A norm, two linear layers, and what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Residuals(nn.Module):
+    """Two of them, on sequences, with a loss inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": ((x - y) ** 2).mean()}
+
+
+def residuals() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model, and a batch of eight sequences of eight."""
+    torch.manual_seed(0)
+    model = Residuals().double()
+    g = torch.Generator().manual_seed(0)
+    return model, {k: torch.randn(8, 8, 16, generator=g, dtype=torch.float64) for k in ("x", "y")}
 
 
 def mlp() -> nn.Module:

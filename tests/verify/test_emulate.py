@@ -17,6 +17,7 @@ from autopar.ir.node_info import GraphInfo, NodeInfo, set_graph_info, set_info
 from autopar.ir.ops.balanced_attention import swap_blocks
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, IN_PLACE, Collective, axis_index, c10d
 from autopar.ir.ops.exchange import exchange_rows
+from autopar.ir.ops.rows import gather_rows_, new_rows, reduce_rows_, scatter_rows_
 from autopar.ir.ops.sequence.send_block import send_block
 from autopar.ir.program import Input, Output, Program
 from autopar.verify.emulate import census, emulate, run_whole
@@ -88,8 +89,35 @@ def test_collectives_do_what_torch_does(mesh: DeviceMesh, name: str, axis: str) 
 
 def test_every_collective_is_covered() -> None:
     """But those that ask each device for its own sizes: see `test_experts`, `test_attention` and `test_sequences`."""
-    called = {target for target, _ in CALLS.values()} | {exchange_rows, swap_blocks, send_block}
+    called = {target for target, _ in CALLS.values()} | {exchange_rows, swap_blocks, send_block, *INTO_ROWS}
     assert called | {IN_PLACE[target] for target in called & set(IN_PLACE)} == set(GROUP_ARGUMENT)
+
+
+INTO_ROWS: dict[Any, tuple[Any, tuple[Any, ...], int]] = {
+    gather_rows_: (c10d.all_gather_into_tensor.default, (2,), 8),
+    scatter_rows_: (c10d.reduce_scatter_tensor.default, ("sum", 2), 2),
+    reduce_rows_: (c10d.all_reduce.default, ("sum",), 4),
+}
+"""By what writes into rows: the collective that it is, its arguments, and how many rows it makes of four; ranks run
+them in `tests.distributed.test_chunks`."""
+
+
+@pytest.mark.parametrize("axis", NAMES)
+@pytest.mark.parametrize("target", INTO_ROWS)
+def test_rows_are_what_the_collective_gives(target: Any, axis: str) -> None:
+    plain, arguments, count = INTO_ROWS[target]
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randint(-9, 9, (4, 3), generator=generator).double() for _ in range(4)]
+
+    def build(graph: fx.Graph, x: fx.Node) -> list[fx.Node]:
+        whole = graph.call_function(new_rows, (x, count + 1, 3))
+        whole = graph.call_function(target, (whole, x, 1, *([2] if target is not reduce_rows_ else []), axis))
+        rows = graph.call_function(c10d.wait_tensor.default, (whole,))
+        part = graph.call_function(aten.narrow.default, (rows, 0, 1, count))
+        return [part, graph.call_function(plain, (x, *arguments, axis))]
+
+    written, expected = emulate(program_of(build), NAMES, SIZES, [parts])
+    assert all(torch.equal(a, b) for a, b in zip(written, expected, strict=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -24,6 +24,7 @@ from autopar.ir.ops import attention, balanced_attention, cross_entropy, exchang
 from autopar.ir.ops.collectives import COALESCED, IN_PLACE, c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.random import replayed, seeded
+from autopar.ir.ops.rows import WRITES_ROWS, new_rows
 from autopar.ir.ops.sequence.send_block import send_block
 from autopar.ir.program import Program
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Rule, Spec, find_rule, required_strides
@@ -45,7 +46,7 @@ ROW_MAJOR_RESULTS = frozenset({
     aten.eye.default, cross_entropy.cross_entropy, cross_entropy.cross_entropy_backward,
     routing.sort_by_expert, routing.route, routing.collect, routing.group_ends, routing.add_by_expert,
     c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default, exchange.exchange_rows, balanced_attention.swap_blocks, send_block,
+    c10d.all_to_all_single.default, exchange.exchange_rows, balanced_attention.swap_blocks, send_block, new_rows,
     *COALESCED.values(),
 })  # fmt: skip
 """Operators that make new memory, row-major, whatever the strides of their arguments; the oracle's tests show it."""
@@ -152,6 +153,8 @@ def known_strides(graph: fx.GraphModule) -> frozenset[fx.Node]:
 def _is_known(node: fx.Node, known: Collection[fx.Node]) -> bool:
     if node.target in ROW_MAJOR_RESULTS:
         return _row_major(node)
+    if node.target in WRITES_ROWS:
+        return node.args[0] in known
     arguments = tensors_of(node)
     # Row-major values stay so on their way to host memory and back; of other strides nothing is promised.
     if node.target in (to_host, to_device):

@@ -7,6 +7,7 @@ of the forward pass. Kernels wait for ``B``. While they wait for ``W``, gradient
 
     max(K + F + B, K + B + W, P + G + W + B on each axis)
 
+where ``B`` is all that is sent, whatever chunks hide of it (`autopar.passes.collectives.chunk_collectives`), and
 where what is gathered before the first kernel, and reduced behind the last, hides behind nothing. Sums of ``m``
 microbatches are reduced during the last of them: ``(K + F + B) (m - 1) / m + G`` is another row on each axis.
 

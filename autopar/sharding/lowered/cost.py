@@ -15,11 +15,12 @@ import torch
 from torch import fx
 
 from autopar._torch_compat import storage_id
-from autopar.costs.kernels import Work, stream
+from autopar.costs.kernels import Work, product, stream
 from autopar.ir.graph import tensor_arguments, values_of
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, c10d
+from autopar.ir.ops.rows import add_rows_, multiply_rows_, new_rows
 from autopar.rules.remembered import remembered
 from autopar.rules.shapes.kernel_shapes import called
 from autopar.rules.shapes.known_strides import local_rule
@@ -48,8 +49,13 @@ def emitted_work(node: fx.Node) -> Work | None:
 
     It streams its memory, unless its results are views, and computes what the rule of its operator says.
     """
-    if node.target is c10d.wait_tensor.default or info(node).collective is not None:
+    if node.target in (c10d.wait_tensor.default, new_rows) or info(node).collective is not None:
         return None
+    if node.target is multiply_rows_:
+        _, rows, matrix = (a.meta["val"] for a in node.all_input_nodes)
+        return product(rows.shape[0], matrix.shape[1], rows.shape[1], item=rows.element_size())
+    if node.target is add_rows_:
+        return stream(3 * node.all_input_nodes[1].meta["val"].nbytes)
     results = [v for v in values_of(node) if v is not None]
     sources = [a for a in tensor_arguments(node) if not _drawn(a)]
     inputs = [v for a in sources for v in values_of(a) if v is not None]

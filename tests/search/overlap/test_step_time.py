@@ -26,7 +26,9 @@ def test_predictions_are_those_of_the_simulator(recipe: str | None, axes: dict[s
     plan = solve(program, axes, "h100", search=Search(recipe=recipe, cache=False))
     simulated = simulate(emitted(rewrite(program, plan), plan)).step_seconds
     assert plan.predicted.step_seconds == pytest.approx(simulated, rel=0.05)
-    assert plan.certificate.objective == plan.predicted.step_seconds
+    known = plan.predicted
+    assert plan.certificate.objective == pytest.approx(known.step_seconds + known.chunked_seconds, rel=1e-12)
+    assert (known.chunked_seconds > 0) == (recipe == "megatron")
 
 
 def test_a_region_takes_the_longest_of_its_rows() -> None:

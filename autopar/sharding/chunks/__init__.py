@@ -1,0 +1,1 @@
+"""Products that run beside the collectives of their rows: where they are, and what chunks of them cost."""

@@ -1,0 +1,82 @@
+"""Products in chunks, beside the collectives of their rows, on four ranks: steps of AdamW equal one device's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from autopar._torch_compat import inductor_lacks
+from tests.distributed.launch import Ranks, mesh_of
+from tests.distributed.models import residuals, slow_links
+
+pytestmark = pytest.mark.distributed
+
+
+def steps(rank: int, recipe: str, pins: dict[str, Any], backend: Any = False) -> tuple[float, list[str]]:
+    """The largest difference of losses, gradients and parameters, and which operators write rows."""
+    from autopar.ir.ops.rows import WRITES_ROWS
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    (model, batch), (plain, _) = residuals(), residuals()
+    search = Search(recipe=recipe, pins=pins)
+    module: Any = parallelize(model, mesh_of(2, 2), batch, cluster=slow_links(), search=search, compile=backend)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (module, plain)]
+    worst = 0.0
+    for _ in range(2):
+        losses = [m(**batch)["loss"] for m in (module, plain)]
+        for loss in losses:
+            loss.backward()
+        worst = max(worst, abs(float(losses[0]) - float(losses[1])))
+        expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        worst = max(worst, _difference(module.full_gradients(), expected))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    worst = max(worst, _difference(module.full_state_dict(), plain.state_dict()))
+    graphs = [] if "stages" in pins else [module.forward_graph, module.backward_graph]
+    return worst, sorted({n.target.name() for g in graphs for n in g.graph.nodes if n.target in WRITES_ROWS})
+
+
+def aot_eager(graph: fx.GraphModule, values: list[torch.Tensor]) -> Any:
+    """Torch's own backend that traces, as compilers do, and runs the result."""
+    from torch._dynamo.backends.debugging import aot_eager as backend
+
+    return backend(graph, values)
+
+
+def _difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() >= expected.keys()
+    return max(float((found[n].detach() - v.detach()).abs().max()) for n, v in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kinds"),
+    [
+        ("megatron-sequence", ("gather", "multiply", "scatter")),
+        pytest.param("megatron", ("multiply", "reduce"), marks=pytest.mark.deep),
+    ],
+)
+def test_steps_equal_those_of_one_device(ranks: Ranks, recipe: str, kinds: tuple[str, ...]) -> None:
+    for worst, written in ranks.run(steps, recipe, {}):
+        assert worst < 1e-12
+        assert {f"autopar::{kind}_rows_" for kind in kinds} <= set(written)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("backend", [aot_eager, "inductor"])
+def test_compiled(ranks: Ranks, backend: Any) -> None:
+    if backend == "inductor" and inductor_lacks(torch.device("cpu")):
+        pytest.skip(f"inductor lacks {inductor_lacks(torch.device('cpu'))}")
+    for worst, written in ranks.run(steps, "megatron-sequence", {}, backend):
+        assert worst < 1e-12
+        assert "autopar::gather_rows_" in written
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("more", [{"microbatches": 2}, {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}])
+def test_microbatches_and_stages(ranks: Ranks, more: dict[str, Any]) -> None:
+    assert max(worst for worst, _ in ranks.run(steps, "megatron-sequence", more)) < 1e-12
