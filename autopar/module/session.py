@@ -25,6 +25,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.signature import binding, pytree
 from autopar.module.check_first import check_first
 from autopar.module.specialization_cache import SpecializationCache
+from autopar.module.worker_batch import compare_among_workers, own_part, split_among
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING, Details, described
 from autopar.runtime.agreement.same_program import require_same_contents
 from autopar.runtime.dtensor import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
@@ -101,12 +102,15 @@ class Session:
         """What the original returns: scalars plain, other tensors as DTensors."""
         refuse_hooks_of_all_modules()
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
+        whole, tensors = tensors, own_part(tensors, self.context, self.options.inputs)
         self.slots.inventory()  # of now: what follows asks for it until the user's code may have run
-        request = self._request(tensors, skeleton)
+        request = self._request(tensors, skeleton, split_among(whole, self.context, self.options.inputs))
         key = self._key(request)
         self._refuse_foreign_parameters()
         # All ranks agree on the call first: one that has no graph for it would wait, in capturing, for those that have.
         name, known = self._agreed("forward", key, request)
+        if self.first is None:
+            compare_among_workers(whole, self.context, self.options.inputs)
         found = self._specialized(request, key, known)
         self._compare_contents(key, tensors)
         self._check(found, request, tensors)
@@ -147,9 +151,11 @@ class Session:
 
     def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
-        tensors, skeleton = binding.flatten(self.original, batch)
+        whole, skeleton = binding.flatten(self.original, batch)
+        tensors = own_part(whole, self.context, "global")  # an example is always of the global batch
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        request = Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors))
+        split = split_among(whole, self.context, self.options.inputs)
+        request = Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors), split=split)
         self.slots.inventory()
         key = self._key(request)
         _, known = self._agreed("specialize()", key, request)
@@ -236,7 +242,7 @@ class Session:
         placements = to_placements(plain_type(shape, dtype), request.rows[index])
         return from_local(tensor.to(self.context.device), self.context, shape, placements)
 
-    def _request(self, tensors: list[torch.Tensor], skeleton: Any) -> Request:
+    def _request(self, tensors: list[torch.Tensor], skeleton: Any, split: tuple[int, ...]) -> Request:
         shapes, rows = [], {}
         for i, t in enumerate(tensors):
             shape = tuple(t.shape)
@@ -247,7 +253,7 @@ class Session:
                 rows[i] = self._rows() if split else replicated(len(self.context.axes))
             shapes.append((shape, t.dtype))
         layouts = {i: tuple(t.placements) for i, t in enumerate(tensors) if isinstance(t, DTensor)}
-        return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors))
+        return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors), split)
 
     def _splits(self, index: int, count: int) -> bool:
         """Whether ranks pass different rows of this batch tensor; position ids of one row, for example, are alike."""
