@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -309,7 +310,7 @@ def plan(
     ).of_workers(workers)  # fmt: skip
 
 
-def part_of_worker(model: nn.Module, batch: Batch, workers: Axes) -> Batch:
+def part_of_worker(model: nn.Module, batch: Any, workers: Axes) -> Any:
     """The first worker's part of a batch; all of it where there are no workers.
 
     Raises:
@@ -318,8 +319,7 @@ def part_of_worker(model: nn.Module, batch: Batch, workers: Axes) -> Batch:
     if not workers:
         return batch
     tensors, skeleton = binding.flatten(model, batch)
-    part: Batch = skeleton.fill(rows_of_worker(tensors, 0, worker_count(workers)))
-    return part
+    return skeleton.fill(rows_of_worker(tensors, 0, worker_count(workers)))
 
 
 def default_memory(machine: Cluster, axes: Mapping[str, int]) -> DefaultBudget:

@@ -242,7 +242,7 @@ class Session:
         placements = to_placements(plain_type(shape, dtype), request.rows[index])
         return from_local(tensor.to(self.context.device), self.context, shape, placements)
 
-    def _request(self, tensors: list[torch.Tensor], skeleton: Any, split: tuple[int, ...]) -> Request:
+    def _request(self, tensors: list[torch.Tensor], skeleton: Any, among_workers: tuple[int, ...]) -> Request:
         shapes, rows = [], {}
         for i, t in enumerate(tensors):
             shape = tuple(t.shape)
@@ -253,7 +253,7 @@ class Session:
                 rows[i] = self._rows() if split else replicated(len(self.context.axes))
             shapes.append((shape, t.dtype))
         layouts = {i: tuple(t.placements) for i, t in enumerate(tensors) if isinstance(t, DTensor)}
-        return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors), split)
+        return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors), among_workers)
 
     def _splits(self, index: int, count: int) -> bool:
         """Whether ranks pass different rows of this batch tensor; position ids of one row, for example, are alike."""
