@@ -51,7 +51,7 @@ class LocalSteps:
         settings: what is exchanged, and when; None until ``"auto"`` is decided, in the first step.
         steps: how many the optimizer has made.
         exchanges: how many fragments have been sent.
-        bytes_sent: by this rank in exchanges, as a ring sends them.
+        bytes_sent: by this rank since this was made, as a ring sends them.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class LocalSteps:
         self._workers: Workers = workers
         self._host = host
         self._outer: OuterState | None = None
+        self._compared = False
         self._fragments: list[list[str]] = []
         self._in_flight: dict[int, InFlight] = {}
         self._group: ProcessGroup = workers.group
@@ -171,10 +172,16 @@ class LocalSteps:
         return {name: to_local(p).detach() for name, p in trained.items()}
 
     def _begun(self) -> OuterState:
-        """The outer state, made when it is first wanted; every rank comes here at the same time."""
+        """The outer state, made and compared when it is first wanted; every rank comes here at the same time."""
+        outer = self._made()
+        if not self._compared:
+            self._require_same(outer)
+        return outer
+
+    def _made(self) -> OuterState:
+        """The outer state, which need not be the same on all workers yet."""
         if self._outer is None:
             self._outer = self._new_state()
-            self._require_same(self._outer)
         return self._outer
 
     def _new_state(self) -> OuterState:
@@ -222,6 +229,7 @@ class LocalSteps:
                         f"{what} of local steps differ: rank {rank} has {given}, rank {other} has {known}; make them "
                         "with the same arguments, and start workers from the same weights or checkpoint"
                     )
+        self._compared = True
 
     def _before(self) -> None:
         """Before an optimizer's step."""

@@ -25,7 +25,7 @@ def saved_state(steps: LocalSteps) -> dict[str, Any]:
 
     Every rank calls it: it waits for what is in flight, which is used when its turn comes.
     """
-    outer = steps._begun()
+    outer = steps._made()
     with steps._workers.everyone.during("the outer exchanges in flight"):
         means = {f: flight.wait() for f, flight in steps._in_flight.items()}
     steps._in_flight = {f: _arrived(f, mean) for f, mean in means.items()}
@@ -40,7 +40,7 @@ def saved_state(steps: LocalSteps) -> dict[str, Any]:
     tensors = {f"{kind}.{n}": _saved(steps, n, t) for kind, own in found.items() for n, t in own.items()}
     return {
         "settings": str(steps.settings), "steps": steps.steps, "exchanges": steps.exchanges,
-        "bytes_sent": steps.bytes_sent, "in_flight": sorted(means), "tensors": tensors,
+        "in_flight": sorted(means), "tensors": tensors,
     }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
             if f"{kind}.{name}" not in state["tensors"]:
                 raise AutoparError(f"what is loaded has no {kind} of {name!r}: it is of another model")
             tensor.copy_(_own_shard(steps, name, state["tensors"][f"{kind}.{name}"]))
-    steps.steps, steps.exchanges, steps.bytes_sent = state["steps"], state["exchanges"], state["bytes_sent"]
+    steps.steps, steps.exchanges = state["steps"], state["exchanges"]
     steps._in_flight = {}
     for fragment in state["in_flight"]:
         mean = torch.cat([means[name].flatten() for name in steps._fragments[fragment]])

@@ -87,3 +87,194 @@ def test_workers_of_one_device_and_of_pipelines(ranks: Ranks) -> None:
     check(ranks.run(against_reference, (4,), {"a": "local"}, "AdamW", cases, {}), cases)
     pins = {"stages": ["down"], "stage_axis": "b", "microbatches": 2, "schedule": "1f1b"}
     check(ranks.run(against_reference, (2, 2), {"a": "local"}, "AdamW", cases, pins), cases)
+
+
+def trained(model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(**mlp_batch(step))["loss"].backward()
+        optimizer.step()
+
+
+def resumed(rank: int, folder: str, roles: dict[str, str], pins: dict[str, Any], again: dict[str, str]) -> list[float]:
+    """A run that is saved with a fragment in flight, and goes on in another model."""
+    import autopar
+    from autopar import checkpoint
+    from autopar.errors import AutoparError
+
+    given = CASES["streaming"][0]
+
+    def made(roles: dict[str, str], pins: dict[str, Any]) -> tuple[Any, Any, Any]:
+        sizes = (2, 2) if len(roles) > 1 or pins else (4,)
+        search = searching(roles, pins=pins)
+        model = autopar.parallelize(mlp(), mesh_of(*sizes), mlp_batch(0), search=search, timeout=WAIT)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, autopar.LocalSteps(model, optimizer, **given)
+
+    model, optimizer, local = made(roles, pins)
+    trained(model, optimizer, range(6))
+    assert list(local._in_flight) == [0]
+    checkpoint.save(folder, model, optimizer, step=6, local=local)
+    trained(model, optimizer, range(6, 11))
+    expected = model.full_state_dict()
+    errors = []
+    for other_roles, other_pins in ((again, {}), (roles, pins)):
+        other, own, others = made(other_roles, other_pins)
+        found = checkpoint.load(folder, other, own, local=others)
+        assert found.step == 6 and others.steps == 6 and found.folder.parent.name == f"worker-{rank // 2}"
+        trained(other, own, range(6, 11))
+        assert others.exchanges == local.exchanges
+        errors.append(largest_difference(other.full_state_dict(), expected))
+    others.detach()
+    with pytest.raises(AutoparError, match="and what is loaded has every=4"):
+        checkpoint.load(folder, other, own, local=autopar.LocalSteps(other, own, every=7, delay=1))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("roles", "pins", "again"),
+    [
+        (SHARDED, {}, TENSOR),
+        pytest.param(
+            {"a": "local"}, {"stages": ["down"], "stage_axis": "b", "microbatches": 2, "schedule": "1f1b"}, SHARDED,
+            marks=pytest.mark.deep,
+        ),
+    ],
+)  # fmt: skip
+def test_resumes(ranks: Ranks, tmp_path: Any, roles: Any, pins: Any, again: Any) -> None:
+    for errors in ranks.run(resumed, str(tmp_path), roles, pins, again):
+        assert max(errors) < 1e-12, errors
+
+
+def quantized(rank: int, bits: int) -> tuple[bool, int, int]:
+    """Two workers of two devices in float32: each shard as emulated workers have it, bit by bit."""
+    import autopar
+    from autopar.low_communication.exchange import emulated_mean
+    from autopar.low_communication.outer import OuterState
+    from autopar.runtime.dtensor import to_local
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        return {k: v.float() for k, v in mlp_batch(step).items()}
+
+    model = autopar.parallelize(mlp().float(), mesh_of(2, 2), batch(0), search=searching(SHARDED), timeout=WAIT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def shards() -> dict[str, torch.Tensor]:
+        return {n: to_local(p).detach().clone() for n, p in model.named_parameters()}
+
+    caught: dict[str, torch.Tensor] = {}
+    optimizer.register_step_post_hook(lambda *_: caught.update(shards()))  # comes before the exchange
+    local = autopar.LocalSteps(model, optimizer, every=1, bits=bits)
+    state = OuterState(shards(), [list(shards())], torch.device("cpu"))
+    same, everyone = True, model._autopar.context.everyone
+    for step in range(3):
+        optimizer.zero_grad()
+        model(**batch(step))["loss"].backward()
+        optimizer.step()
+        differences = everyone.gather((rank % 2, state.difference(0, caught)), "differences")
+        assert local.settings is not None
+        mean = emulated_mean([d for place, d in differences if place == rank % 2], bits)
+        state.apply(0, caught, mean, local.settings, 0.0)
+        same = same and all(torch.equal(own, caught[n]) for n, own in shards().items())
+    return same, local.bytes_sent, sum(t.numel() for t in caught.values())
+
+
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.deep)])
+def test_quantized_exchanges_are_bit_exact(ranks: Ranks, bits: int) -> None:
+    for same, sent, elements in ranks.run(quantized, bits):
+        assert same
+        blocks = -(-elements // 256)
+        assert sent == 3 * blocks * (256 * bits // 8 + 4)  # of two workers, each sends its own once
+
+
+def wrong(rank: int) -> list[str]:
+    import autopar
+    from autopar.errors import AutoparError, RankError
+    from autopar.runtime.mesh import axes_of
+
+    found = []
+    mesh = mesh_of(2, 2)
+    assert axes_of(mesh) == {"a": 2, "b": 2}
+    with pytest.raises(ValueError, match="must be the outermost one") as axis:
+        autopar.parallelize(mlp(), mesh, search=searching({"b": "local"}), timeout=WAIT)
+    found.append(str(axis.value))
+    plain = autopar.parallelize(mlp(), mesh, mlp_batch(0), timeout=WAIT)
+    with pytest.raises(ValueError, match="no axis of workers"):
+        autopar.LocalSteps(plain, torch.optim.SGD(plain.parameters(), lr=0.1), every=2)
+    model = autopar.parallelize(mlp(), mesh, search=searching(SHARDED), timeout=WAIT)
+    with pytest.raises(ValueError, match="do not divide among 2 workers"):
+        model(**mlp_batch(0, rows=7))
+    with pytest.raises(RankError, match="the batch's contents differ"):
+        model(**mlp_batch(rank // 2))  # each worker its own, without inputs="local"
+    half = torch.optim.SGD(model.up.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"does not have 'down\.weight'"):
+        autopar.LocalSteps(model, half, every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="every=0"):
+        autopar.LocalSteps(model, optimizer, every=0)
+    with pytest.raises(ValueError, match="float64"):
+        autopar.LocalSteps(model, optimizer, every=2, bits=8)
+    local = autopar.LocalSteps(model, optimizer, every=2)
+    with pytest.raises(ValueError, match="LocalSteps already"):
+        autopar.LocalSteps(model, optimizer, every=2)
+    with pytest.raises(AutoparError, match="layouts are not decided"):
+        local.synchronize()
+    local.detach()
+    # Out of step: one worker has other settings, or other weights.
+    model(**mlp_batch(0))["loss"].backward()
+    autopar.LocalSteps(model, optimizer, every=2 + rank // 2)
+    with pytest.raises(RankError, match="settings of local steps differ: rank 2 has every=3") as settings:
+        optimizer.step()
+    found.append(str(settings.value))
+    return found
+
+
+def test_bad_input_and_workers_that_disagree(ranks: Ranks) -> None:
+    ranks.run(wrong)
+
+
+def out_of_step(rank: int) -> str:
+    import autopar
+    from autopar.errors import RankError
+
+    search = searching(SHARDED)
+    model = autopar.parallelize(mlp(), mesh_of(2, 2), mlp_batch(0), search=search, timeout=WAIT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = autopar.LocalSteps(model, optimizer, every=2)
+    trained(model, optimizer, range(1))
+    # Worker 1 exchanges early.
+    with pytest.raises(RankError) as error:
+        if rank // 2:
+            local.synchronize()
+        else:
+            trained(model, optimizer, range(1, 2))
+    return str(error.value)
+
+
+def test_a_worker_out_of_step_is_named(ranks: Ranks) -> None:
+    for said in ranks.run(out_of_step):
+        assert "outer exchange 1" in said and "local steps differs: ranks 2, 3 have 1, ranks 0, 1 have 2" in said
+
+
+def with_dropout(rank: int) -> Any:
+    from torch import nn
+
+    import autopar
+
+    class Drop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(self.linear(x), 0.5)
+
+    torch.manual_seed(0)
+    x = torch.ones(8, 16, dtype=torch.float64)
+    model = autopar.parallelize(Drop(), mesh_of(2, 2), search=searching(SHARDED), timeout=WAIT, inputs="global")
+    return (model(x).full_tensor() == 0).tolist()
+
+
+def test_workers_draw_different_numbers(ranks: Ranks) -> None:
+    first, same, second, _ = ranks.run(with_dropout)
+    assert first == same and first != second
