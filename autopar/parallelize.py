@@ -73,7 +73,8 @@ def parallelize(
             Then only that loss, or a multiple of it, has gradients; microbatches and pipeline stages need that.
             Default: the only scalar that requires a gradient; of several, each has its gradient.
         inputs: ``"global"``: each rank passes the whole batch, and its part is sliced; ``"local"``: its own rows,
-            see ``data_rank`` and ``data_world_size``. DTensors carry their own layout.
+            see ``data_rank`` and ``data_world_size``. DTensors carry their own layout. Of a ``"global"`` batch workers
+            that train apart (role ``local``) take their rows first.
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less what
             `autopar.costs.budget` sets aside for the context, communicators, workspaces and fragments.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.

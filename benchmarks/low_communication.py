@@ -33,11 +33,10 @@ EVERY = 50
 SYNCHRONOUS, ALONE = "synchronous", "no exchange"
 APART: dict[str, dict[str, Any]] = {
     "DiLoCo": {"every": EVERY},
-    "DiLoCo, 8 bits": {"every": EVERY, "bits": 8},
     "streaming": {"every": EVERY, "fragments": 4, "delay": 5},
     "streaming, 4 bits": {"every": EVERY, "fragments": 4, "delay": 5, "bits": 4},
 }
-WORDS, WIDTH, BLOCKS, LENGTH, ROWS = 256, 128, 4, 64, 32
+WORDS, WIDTH, BLOCKS, LENGTH, ROWS = 256, 64, 4, 64, 32
 WORKERS, SEEDS, STEPS, LOSSES, ROUND = 4, 3, 300, 100, 20
 CURVES: dict[str, dict[str, Any] | None] = {
     SYNCHRONOUS: None,

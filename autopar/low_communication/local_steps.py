@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
@@ -159,7 +160,7 @@ class LocalSteps:
         """This rank's shards of what is trained, by name, in the model's order.
 
         Raises:
-            ValueError: the optimizer lacks some.
+            ValueError: the optimizer lacks some, or has others.
         """
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -168,6 +169,11 @@ class LocalSteps:
             raise ValueError(
                 f"the optimizer does not have {missing[0]!r}, which is trained: workers would keep different ones; "
                 "give LocalSteps an optimizer of all trained parameters"
+            )
+        if held - {id(p) for p in self.model.parameters()}:
+            raise ValueError(
+                "the optimizer has a parameter that is none of the model's, and would differ among workers: give "
+                "LocalSteps an optimizer of the model's parameters alone"
             )
         return {name: to_local(p).detach() for name, p in trained.items()}
 
@@ -205,7 +211,9 @@ class LocalSteps:
         everyone = self._workers.everyone
         with everyone.during("making the process group of outer exchanges"):
             ranks = dist.get_process_group_ranks(self._workers.group)
-            group: ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            group: ProcessGroup = dist.new_group(
+                ranks, timeout=timedelta(seconds=everyone.timeout), backend="gloo", use_local_synchronization=True
+            )
         everyone.groups.append(group)
         return group
 

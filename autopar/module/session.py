@@ -69,6 +69,7 @@ class Session:
         uncompared: keys of specializations for which ranks have not compared their batches yet.
         compare_always: whether ranks compare each batch, and not only the first of each specialization.
         checked: modes that have been verified.
+        compared_among_workers: whether workers that train apart have compared the batch of the first call.
         first: the specialization that decided the layouts of the parameters.
         latest: the one that ran last.
         deferred: gradients whose reduction `no_sync` has deferred.
@@ -86,6 +87,7 @@ class Session:
         self.uncompared: set[Any] = set()
         self.compare_always = False
         self.checked: set[Any] = set()
+        self.compared_among_workers = False
         self.first: Specialization | None = None
         self.latest: Specialization | None = None
         self.deferred = DeferredReduction(model.named_parameters)
@@ -109,8 +111,9 @@ class Session:
         self._refuse_foreign_parameters()
         # All ranks agree on the call first: one that has no graph for it would wait, in capturing, for those that have.
         name, known = self._agreed("forward", key, request)
-        if self.first is None:
+        if not self.compared_among_workers:
             compare_among_workers(whole, self.context, self.options.inputs)
+            self.compared_among_workers = True
         found = self._specialized(request, key, known)
         self._compare_contents(key, tensors)
         self._check(found, request, tensors)

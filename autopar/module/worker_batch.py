@@ -36,7 +36,7 @@ def split_among(whole: Sequence[torch.Tensor], context: MeshContext, inputs: str
 
 
 def compare_among_workers(whole: list[torch.Tensor], context: MeshContext, inputs: str) -> None:
-    """Before the first specialization: workers that take their parts of one batch must be given the same.
+    """Before the first call: workers that take their parts of one batch must be given the same.
 
     Raises:
         RankError: they are not, or one makes no first call.

@@ -24,15 +24,26 @@ def searching(roles: dict[str, str], **more: Any) -> Any:
     return Search(roles=roles, inexact=("local",), **more)
 
 
+def part_of_rank(batch: dict[str, torch.Tensor], index: int, count: int) -> dict[str, torch.Tensor]:
+    rows = 8 // count
+    return {k: v[index * rows : (index + 1) * rows] for k, v in batch.items()}
+
+
 def part(step: int, worker: int, workers: int) -> dict[str, torch.Tensor]:
-    rows = 8 // workers
-    return {k: v[worker * rows : (worker + 1) * rows] for k, v in mlp_batch(step).items()}
+    return part_of_rank(mlp_batch(step), worker, workers)
 
 
 def against_reference(
-    rank: int, sizes: tuple[int, ...], roles: dict[str, str], optimizer: str, cases: list[str], pins: dict[str, Any]
+    rank: int,
+    sizes: tuple[int, ...],
+    roles: dict[str, str],
+    optimizer: str,
+    cases: list[str],
+    pins: dict[str, Any],
+    inputs: str = "global",
 ) -> dict[str, float]:
     import autopar
+    from autopar.runtime.state.parameters import contents
 
     workers = sizes[0]
     worker = rank // (4 // workers)
@@ -40,7 +51,9 @@ def against_reference(
     for case in cases:
         given, algorithm = CASES[case]
         search = searching(roles, pins=pins)
-        model = autopar.parallelize(mlp(), mesh_of(*sizes), mlp_batch(0), search=search, plan=plan, timeout=WAIT)
+        model = autopar.parallelize(
+            mlp(), mesh_of(*sizes), mlp_batch(0), search=search, plan=plan, inputs=inputs, timeout=WAIT
+        )
         plan = model.plan
         own = OPTIMIZERS[optimizer](model)
         local = autopar.LocalSteps(model, own, **given)
@@ -48,12 +61,16 @@ def against_reference(
         error = 0.0
         for step in range(STEPS):
             own.zero_grad()
-            model(**mlp_batch(step))["loss"].backward()
+            batch = mlp_batch(step)
+            if inputs == "local":
+                batch = part_of_rank(batch, model.data_rank, model.data_world_size)
+            model(**batch)["loss"].backward()
             own.step()
             error = max(error, largest_difference(model.full_state_dict(), expected[step][worker]))
         found[case] = error
         local.synchronize()
-        after = model._autopar.context.everyone.gather(str(model.full_state_dict()), "after synchronize()")
+        own_digest = contents(list(model.full_state_dict().values()))
+        after = model._autopar.context.everyone.gather(own_digest, "after synchronize()")
         assert len(set(after)) == 1
         assert model.data_world_size == workers * model._autopar.data_world_size
     return found
@@ -87,6 +104,36 @@ def test_workers_of_one_device_and_of_pipelines(ranks: Ranks) -> None:
     check(ranks.run(against_reference, (4,), {"a": "local"}, "AdamW", cases, {}), cases)
     pins = {"stages": ["down"], "stage_axis": "b", "microbatches": 2, "schedule": "1f1b"}
     check(ranks.run(against_reference, (2, 2), {"a": "local"}, "AdamW", cases, pins), cases)
+
+
+@pytest.mark.deep
+def test_each_rank_passes_its_own_rows(ranks: Ranks) -> None:
+    check(ranks.run(against_reference, (2, 2), SHARDED, "AdamW", ["DiLoCo"], {}, "local"), ["DiLoCo"])
+
+
+def automatic(rank: int) -> tuple[str, float, int]:
+    import autopar
+    from autopar.errors import AutoparError
+
+    model = autopar.parallelize(mlp(), mesh_of(2, 2), mlp_batch(0), search=searching(SHARDED), timeout=WAIT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = autopar.LocalSteps(model, optimizer, every="auto", fragments="auto", delay=1)
+    with pytest.raises(AutoparError, match="decided in the first step"):
+        _ = local.predicted
+    trained(model, optimizer, range(1))
+    assert local.settings is not None
+    trained(model, optimizer, range(1, 2 * local.settings.every + 1))
+    cost = local.predicted
+    assert cost.steps == local.settings.every and cost.fragments == local.settings.fragments
+    assert local.bytes_sent == 2 * cost.sent_bytes  # two rounds, as predicted
+    return str(local.settings), cost.slowdown, local.settings.every
+
+
+@pytest.mark.deep
+def test_rounds_chosen_from_costs(ranks: Ranks) -> None:
+    found = ranks.run(automatic)
+    assert len({settings for settings, *_ in found}) == 1
+    assert all(slowdown <= 0.05 and every >= 2 for _, slowdown, every in found)
 
 
 def trained(model: Any, optimizer: Any, steps: range) -> None:
@@ -201,6 +248,9 @@ def wrong(rank: int) -> list[str]:
     plain = autopar.parallelize(mlp(), mesh, mlp_batch(0), timeout=WAIT)
     with pytest.raises(ValueError, match="no axis of workers"):
         autopar.LocalSteps(plain, torch.optim.SGD(plain.parameters(), lr=0.1), every=2)
+    ahead = autopar.parallelize(mlp(), mesh, mlp_batch(0), search=searching(SHARDED), timeout=WAIT)
+    with pytest.raises(RankError, match="the batch's contents differ"):
+        ahead(**mlp_batch(rank // 2))
     model = autopar.parallelize(mlp(), mesh, search=searching(SHARDED), timeout=WAIT)
     with pytest.raises(ValueError, match="do not divide among 2 workers"):
         model(**mlp_batch(0, rows=7))
@@ -209,6 +259,9 @@ def wrong(rank: int) -> list[str]:
     half = torch.optim.SGD(model.up.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"does not have 'down\.weight'"):
         autopar.LocalSteps(model, half, every=2)
+    more = torch.optim.SGD([*model.parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match="none of the model's"):
+        autopar.LocalSteps(model, more, every=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="every=0"):
         autopar.LocalSteps(model, optimizer, every=0)
@@ -275,6 +328,65 @@ def with_dropout(rank: int) -> Any:
     return (model(x).full_tensor() == 0).tolist()
 
 
+@pytest.mark.deep
 def test_workers_draw_different_numbers(ranks: Ranks) -> None:
     first, same, second, _ = ranks.run(with_dropout)
     assert first == same and first != second
+
+
+def left_alone(rank: int) -> tuple[str, int]:
+    import os
+
+    import autopar
+
+    search = searching(SHARDED)
+    model = autopar.parallelize(mlp(), mesh_of(2, 2), mlp_batch(0), search=search, timeout=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = autopar.LocalSteps(model, optimizer, every=4)
+    trained(model, optimizer, range(2))
+    if rank == 3:
+        os._exit(1)
+    try:
+        trained(model, optimizer, range(2, 8))
+    except Exception as e:
+        return f"{type(e).__name__}: {e}", local.steps
+    return "", local.steps
+
+
+@pytest.mark.deep
+def test_a_dead_worker_ends_the_others_at_the_next_exchange() -> None:
+    ranks = Ranks()
+    try:
+        first, _, other, _ = ranks.run(left_alone, timeout=90, silent=(3,))
+        assert "RankError" in first[0] and "rank 3 died" in first[0] and "outer exchange 1" in first[0]
+        assert first[1] == 4  # the steps before it need nobody
+        assert "RankError" in other[0] and other[1] == 2
+    finally:
+        ranks.close()
+
+
+def checked_and_copied(rank: int) -> float:
+    """``check=True``, a copy of the weights, and a batch of another size."""
+    import copy
+
+    import autopar
+
+    search = searching(SHARDED)
+    model = autopar.parallelize(mlp(), mesh_of(2, 2), search=search, check=True, timeout=WAIT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    autopar.LocalSteps(model, optimizer, every=2)
+    trained(model, optimizer, range(1))
+    optimizer.zero_grad()  # torch cannot copy gradients that are DTensors
+    averaged = copy.deepcopy(model)
+    trained(model, optimizer, range(1, 3))
+    model(**mlp_batch(0, rows=4))["loss"].backward()
+    with torch.no_grad():
+        evaluated = averaged(**mlp_batch(0))["loss"]
+    reference = mlp()
+    reference.load_state_dict(averaged.full_state_dict())
+    return float(evaluated - reference(**part(0, rank // 2, 2))["loss"])
+
+
+@pytest.mark.deep
+def test_checks_copies_and_other_shapes(ranks: Ranks) -> None:
+    assert max(map(abs, ranks.run(checked_and_copied))) < 1e-12
