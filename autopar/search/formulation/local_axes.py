@@ -79,6 +79,8 @@ def require_rows(program: Program, split: Sequence[int]) -> None:
     Raises:
         ValueError: two of them have nothing to do with each other.
     """
+    if not split:
+        return
     dims = analyze(program)
     used = {i.name: n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "batch"}
     found: dict[int, str] = {}

@@ -76,9 +76,12 @@ def test_the_plan_is_verified_and_checked_on_a_workers_part() -> None:
     assert checked.workers == found.workers and checked.certificate.space == found.certificate.space
     with pytest.raises(PlanError, match="the plan has workers"):
         found.check(mlp(), mlp_batch(0), search=autopar.Search(roles={"gpu": "shard"}))
-    for seed in range(2):
-        drawn = planned(roles={"dc": "local"}, recipe="random", seed=seed)
-        assert autopar.verify(mlp(), mlp_batch(0), AXES, plan=drawn).max_error < 1e-12
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 6))])
+def test_random_plans_of_a_worker(seed: int) -> None:
+    drawn = planned(roles={"dc": "local"}, recipe="random", seed=seed)
+    assert autopar.verify(mlp(), mlp_batch(0), AXES, plan=drawn).max_error < 1e-12
 
 
 class Weighted(nn.Module):
