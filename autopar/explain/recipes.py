@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import nn
 
 from autopar.capture import Batch, LossFunction
-from autopar.costs.arguments import AXES, FLAG, require
 from autopar.compiler import check_planning, default_memory, part_of_worker, program_to_plan, solve
+from autopar.costs.arguments import AXES, FLAG, require
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
