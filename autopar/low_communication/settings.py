@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from autopar.costs.arguments import FLAG, number, optional, require, whole
 from autopar.low_communication.quantize import BITS
+
+
+def _bits(value: Any) -> str | None:
+    return None if isinstance(value, int) and value in BITS else "8 or 4"
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Settings:
             fragments=(self.fragments, whole(1)),
             delay=(self.delay, whole(0)),
             mix=(self.mix, number(0)),
-            bits=(self.bits, optional(lambda value: None if value in BITS else "8 or 4")),
+            bits=(self.bits, optional(_bits)),
             synchronous=(self.synchronous, whole(0)),
         )
         if self.outer_momentum >= 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from autopar.costs.arguments import shown
 from autopar.ir.program import Program
 from autopar.search.formulation.axis_roles import LOCAL
 from autopar.sharding.dims import analyze
@@ -29,7 +30,7 @@ def check_inexact(inexact: tuple[str, ...], roles: Mapping[str, str]) -> None:
     """
     for choice in inexact:
         if choice not in INEXACT:
-            raise ValueError(f"inexact= names {choice!r}; the choices that change numbers are {', '.join(INEXACT)}")
+            raise ValueError(f"inexact= names {shown(choice)}; there is {', '.join(INEXACT)} that changes numbers")
     for axis, role in roles.items():
         if role in INEXACT and role not in inexact:
             raise ValueError(
