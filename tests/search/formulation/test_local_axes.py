@@ -12,6 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import PlanError
+from autopar.ir.signature.worker_rows import rows_of_worker
 from tests.distributed.models import mlp, mlp_batch
 
 ASKED: dict[str, Any] = {"roles": {"dc": "local", "gpu": "shard"}, "inexact": ("local",)}
@@ -100,6 +101,8 @@ def test_what_is_no_sample_is_not_split_in_silence() -> None:
     batch = torch.randn(8, 4), torch.randn(8)
     with pytest.raises(ValueError, match="does not use these as one dim"):
         autopar.plan(Weighted(), batch, cluster="cpu", axes=AXES, search=search)
+    with pytest.raises(ValueError, match="the first tensor of the batch has 8 rows and most have 6"):
+        rows_of_worker([torch.zeros(8, 6), torch.zeros(6), torch.zeros(6, 6)], 0, 2)
     # Of another length there is no doubt.
     autopar.plan(Weighted(), (batch[0], torch.randn(3)), cluster="cpu", axes=AXES, search=search)
 
