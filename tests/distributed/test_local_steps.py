@@ -107,6 +107,13 @@ def test_workers_of_one_device_and_of_pipelines(ranks: Ranks) -> None:
 
 
 @pytest.mark.deep
+def test_workers_of_several_axes(ranks: Ranks) -> None:
+    roles = {"a": "local", "b": "shard", "c": "data"}
+    for sizes in ((2, 2, 1), (1, 2, 2)):
+        check(ranks.run(against_reference, sizes, roles, "AdamW", ["DiLoCo"], {}), ["DiLoCo"])
+
+
+@pytest.mark.deep
 def test_each_rank_passes_its_own_rows(ranks: Ranks) -> None:
     check(ranks.run(against_reference, (2, 2), SHARDED, "AdamW", ["DiLoCo"], {}, "local"), ["DiLoCo"])
 
