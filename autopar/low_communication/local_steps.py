@@ -226,18 +226,26 @@ class LocalSteps:
         layouts = [(name, tuple(t.shape), str(t.dtype)) for name, t in outer.anchor.items()]
         digest = hashlib.sha256(repr((layouts, self._fragments)).encode()).hexdigest()[:16]
         # Shards differ within a worker: each rank is compared with those at its place in the other workers.
-        own = (self.model._autopar.context.coordinates, str(self.settings), digest, checksum(outer.anchor))
+        own = ("settings", str(self.settings)), ("the parameters' layouts", digest)
+        self._require_same_at_a_place((*own, ("the values agreed on", checksum(outer.anchor))), "the start")
+        self._compared = True
+
+    def _require_same_at_a_place(self, own: tuple[tuple[str, str], ...], what: str) -> None:
+        """Check that the ranks at one place in each worker have the same; every rank of all workers calls it.
+
+        Raises:
+            RankError: two do not.
+        """
         first: dict[Any, tuple[int, Any]] = {}
-        for rank, (place, *rest) in enumerate(self._workers.everyone.gather(own, "the start of local steps")):
+        given = self.model._autopar.context.coordinates, own
+        for rank, (place, rest) in enumerate(self._workers.everyone.gather(given, f"{what} of local steps")):
             other, expected = first.setdefault(place, (rank, rest))
-            said = zip(("settings", "the parameters' layouts", "the values agreed on"), rest, expected, strict=True)
-            for what, given, known in said:
-                if given != known:
+            for (name, has), (_, known) in zip(rest, expected, strict=True):
+                if has != known:
                     raise RankError(
-                        f"{what} of local steps differ: rank {rank} has {given}, rank {other} has {known}; make them "
+                        f"{name} of local steps differ: rank {rank} has {has}, rank {other} has {known}; make them "
                         "with the same arguments, and start workers from the same weights or checkpoint"
                     )
-        self._compared = True
 
     def _before(self) -> None:
         """Before an optimizer's step."""
@@ -251,9 +259,10 @@ class LocalSteps:
     def _average_gradients(self) -> None:
         """Replace each gradient by the mean over workers."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        have = str([p.grad is not None for p in parameters])
+        have = hashlib.sha256(repr([p.grad is not None for p in parameters]).encode()).hexdigest()[:6]
         what = f"synchronous step {self.steps + 1} of {self.model._autopar.name}"
-        self._workers.everyone.meet(what, (("which parameters have gradients", have),))
+        # Not a detail of the meeting: ranks of different stages have gradients of different parameters.
+        self._require_same_at_a_place(((f"which parameters have gradients in {what}", have),), what)
         with self._workers.everyone.during(what):
             for parameter in parameters:
                 if parameter.grad is None or not to_local(parameter.grad).numel():
@@ -309,7 +318,7 @@ class LocalSteps:
         if fragment not in self._in_flight:
             return
         assert self._outer is not None and self.settings is not None
-        with self._workers.everyone.during(f"the mean of fragment {fragment}, sent in outer exchange"):
+        with self._workers.everyone.during(f"the mean of fragment {fragment}"):
             mean = self._in_flight.pop(fragment).wait()
         self._outer.apply(fragment, self._tensors(), mean, self.settings, mix)
 

@@ -103,6 +103,7 @@ def test_workers_of_one_device_and_of_pipelines(ranks: Ranks) -> None:
     cases = ["DiLoCo", "streaming"]
     check(ranks.run(against_reference, (4,), {"a": "local"}, "AdamW", cases, {}), cases)
     pins = {"stages": ["down"], "stage_axis": "b", "microbatches": 2, "schedule": "1f1b"}
+    cases = [*cases, "post-local"]
     check(ranks.run(against_reference, (2, 2), {"a": "local"}, "AdamW", cases, pins), cases)
 
 
