@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from autopar.ir.plan import Plan
     from autopar.ir.precision import Precision
+    from autopar.low_communication.local_steps import LocalSteps
     from autopar.parallelize import parallelize
     from autopar.rules.rule import Lowering, Rule, Spec, rule
     from autopar.runtime.launch.mesh import mesh
@@ -50,6 +51,7 @@ __all__ = [
     "EquivalenceReport",
     "InfeasibleError",
     "InvalidRuleError",
+    "LocalSteps",
     "Lowering",
     "MissingRuleError",
     "PassError",
@@ -75,6 +77,7 @@ _MODULES = {
     "MissingRuleError PassError PlanError RankError VerifyError",
     "autopar.ir.plan": "Plan",
     "autopar.ir.precision": "Precision",
+    "autopar.low_communication.local_steps": "LocalSteps",
     "autopar.parallelize": "parallelize",
     "autopar.rules.rule": "Lowering Rule Spec rule",
     "autopar.runtime.launch.mesh": "mesh",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +29,11 @@ from torch.distributed.tensor import DTensor
 from autopar.costs.arguments import FLAG, PATH, Kind, a, optional, require, whole
 from autopar.costs.read_file import read_text
 from autopar.errors import AutoparError
+from autopar.low_communication.local_steps import LocalSteps
+from autopar.low_communication.worker_folders import common_checkpoint, worker_folder
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.checkpoint import folders, generators
-from autopar.runtime.checkpoint.manifest import Manifest, as_own, described, put_together, taken_apart
+from autopar.runtime.checkpoint.manifest import STATEFUL, Manifest, as_own, described, put_together, taken_apart
 from autopar.runtime.checkpoint.tensors import WRITING, group_of, read_into, result_of, start_writing
 from autopar.runtime.dtensor import full_tensor, in_layout, redistribute
 from autopar.runtime.mesh import MeshContext
@@ -122,7 +124,11 @@ def save(
         wait: False: return when everything is copied to the host, and write in the background; one at a time, so the
             next `save` waits for it. The host needs room for one copy.
         stateful: further objects with ``state_dict()`` and ``load_state_dict()``, by name: learning-rate scheduler,
-            sampler, `torch.amp.GradScaler`. Rank 0's are saved, since they are the same on all.
+            sampler, `torch.amp.GradScaler`. Rank 0's are saved, since they are the same on all. `autopar.LocalSteps`
+            has tensors, of which every rank writes its part.
+
+    Workers that train apart (role ``local``) have different parameters: each saves into a folder of its own in
+    ``folder``, ``worker-0`` and so on.
 
     Raises:
         AutoparError: ``optimizer`` has a parameter that the model has not, or an earlier save failed.
@@ -131,28 +137,28 @@ def save(
     """
     _check(folder, model, optimizer, stateful)
     require(step=(step, whole(0)), keep=(keep, whole(1)), wait=(wait, FLAG))
-    context, root = model._autopar.context, Path(folder)
+    context, root = model._autopar.context, worker_folder(Path(folder), model)
     earlier = _last.pop(model._autopar, None)
     if earlier is not None:
         earlier.wait()
     with model._autopar.together("checkpoint.save()"):
         tensors, plain = taken_apart(_state_dict(model, optimizer), _tied(model))
+        outer = _outer_states(stateful)
+    for name, found in outer.items():
+        tensors |= {f"{STATEFUL}{name}.{key}": tensor for key, tensor in found["tensors"].items()}
     random = generators.states()
 
     def describe() -> str:
-        states = {name: given.state_dict() for name, given in stateful.items()}
+        states = {name: _without_tensors(outer, name, given) for name, given in stateful.items()}
         rest = {**plain, "stateful": states, "extra": extra}
         return described(tensors, rest, step, math.prod(context.sizes), list(random))
 
     manifest = context.together(describe, "checkpoint.save()")
     tensors.update({f"random.{context.rank}.{name}": state for name, state in random.items()})
 
-    def begin() -> str:
-        name = folders.new_name(step)
-        folders.begin(root, name)
-        return name
-
-    name = context.decide(begin, "making the folder of a checkpoint")
+    # Of one name for all workers: by that they find the last which all of them have.
+    name = context.everyone.decide(lambda: folders.new_name(step), "the name of a checkpoint")
+    context.decide(lambda: folders.begin(root, name), "making the folder of a checkpoint")
     partial = root / f"{name}{folders.PARTIAL}"
     written = start_writing(context, _group(model), tensors, partial, wait=wait)
     published: Future[Path] = Future()
@@ -172,7 +178,8 @@ def load(
 ) -> Loaded:
     """Load the last checkpoint that `save` has finished, or one of them; every rank calls it.
 
-    Mesh, plan and number of ranks may be others than those of `save`.
+    Mesh, plan and number of ranks may be others than those of `save`. Workers that train apart each load what this
+    worker saved, of the last step that all of them have.
 
     Args:
         folder: what `save` was given, or the folder of one checkpoint in it.
@@ -190,11 +197,14 @@ def load(
     earlier = _last.pop(model._autopar, None)
     if earlier is not None:
         earlier.wait()
-    found, text = context.decide(lambda: _read(Path(folder)), "finding a checkpoint")
+    found, text = context.decide(_reading(Path(folder), model), "finding a checkpoint")
     known = Manifest.of(text, found / folders.MANIFEST)
     with model._autopar.together("checkpoint.load()"):
         state = _state_dict(model, optimizer)
         tensors, _ = taken_apart(state, _tied(model))
+        outer = _outer_states(stateful)
+    for name, own_state in outer.items():
+        tensors |= {f"{STATEFUL}{name}.{key}": tensor for key, tensor in own_state["tensors"].items()}
     context.together(lambda: known.check(tensors, optimizer is not None, stateful), "checkpoint.load()")
     same = known.world == math.prod(context.sizes)
     own: dict[str, torch.Tensor] = {}
@@ -205,9 +215,30 @@ def load(
     with model._autopar.together("checkpoint.load()"):
         _load_state_dict(model, optimizer, put_together(state, known.values, _tied(model)))
     for name, given in stateful.items():
-        given.load_state_dict(as_own(known.values["stateful"][name], given.state_dict()))
+        saved = known.values["stateful"][name]
+        if name in outer:
+            given.load_state_dict({**saved, "tensors": outer[name]["tensors"]})
+        else:
+            given.load_state_dict(as_own(saved, given.state_dict()))
     generators.restore({name.split(".", 2)[2]: state for name, state in own.items()})
     return Loaded(found, known.step, known.values["extra"], same)
+
+
+def _outer_states(stateful: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """States with tensors in shards, which every rank has its own of: those of `autopar.LocalSteps`, by name."""
+    return {name: given.state_dict() for name, given in stateful.items() if isinstance(given, LocalSteps)}
+
+
+def _without_tensors(outer: Mapping[str, dict[str, Any]], name: str, given: Any) -> Any:
+    return {k: v for k, v in outer[name].items() if k != "tensors"} if name in outer else given.state_dict()
+
+
+def _reading(folder: Path, model: ParallelModule) -> Callable[[], tuple[Path, str]]:
+    """Reads the manifest of the last checkpoint; among workers that train apart, of the last that all of them have."""
+    if model._autopar.context.workers is None:
+        return lambda: _read(folder)
+    found = common_checkpoint(folder, model)
+    return lambda: _read(found)
 
 
 PARALLEL: Kind = a(ParallelModule, "what parallelize() returned")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from autopar.ir.precision import Precision
 from autopar.ir.program import Program
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
+from autopar.ir.signature.worker_rows import rows_of_worker, split_tensors
 from autopar.passes import PASSES, Pass, collector_paused, run_passes
 from autopar.passes.canonicalize import canonical
 from autopar.passes.canonicalize.precision import apply_precision
@@ -32,6 +34,7 @@ from autopar.passes.rng.replicate import replicate_random
 from autopar.pipeline.custom_schedule import as_text
 from autopar.search import cache
 from autopar.search.flat import best_flat
+from autopar.search.formulation.local_axes import Axes, require_rows, worker_count
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
@@ -289,15 +292,34 @@ def plan(
     policy = Precision.resolve(precision)
     machine = Cluster.resolve(cluster)
     axes = axes or {"device": machine.group_sizes[0] if machine.group_sizes else 1}
-    (search or Search()).require_axes(axes)
+    search = search or Search()
+    search.require_axes(axes)
+    workers, axes, search = search.of_worker(axes)
     program = program_to_plan(
-        model, batch, loss_fn=loss_fn, loss=loss, precision=policy, fused=compile, search=search, progress=progress
-    )
+        model, part_of_worker(model, batch, workers), loss_fn=loss_fn, loss=loss, precision=policy, fused=compile,
+        search=search, progress=progress,
+    )  # fmt: skip
+    if workers:
+        require_rows(program, split_tensors(binding.flatten(model, batch)[0]))
     budget = default_memory(machine, axes) if memory is None else memory
     # Factored: there is no mesh yet, so a plan may ask for one with an axis more.
+    # A worker's axes are a part of the mesh, which cannot be split further.
     return solve(
-        program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress, factored=True
-    )
+        program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress,
+        factored=not workers,
+    ).of_workers(workers)  # fmt: skip
+
+
+def part_of_worker(model: nn.Module, batch: Any, workers: Axes) -> Any:
+    """The first worker's part of a batch; all of it where there are no workers.
+
+    Raises:
+        ValueError: the samples do not divide.
+    """
+    if not workers:
+        return batch
+    tensors, skeleton = binding.flatten(model, batch)
+    return skeleton.fill(rows_of_worker(tensors, 0, worker_count(workers)))
 
 
 def default_memory(machine: Cluster, axes: Mapping[str, int]) -> DefaultBudget:

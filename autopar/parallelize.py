@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,11 +32,12 @@ from autopar.runtime.compiled.compiler import Compiler
 from autopar.runtime.compiled.interpreter import Interpreter
 from autopar.runtime.devices import cluster_of_device, reserve_of_device
 from autopar.runtime.launch.environment import is_told
-from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes
+from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes, worker_context
 from autopar.runtime.observer import Observer
 from autopar.runtime.state.materialize import Init
 from autopar.runtime.state.optimizer_layouts import optimizers_of
 from autopar.runtime.state.parameters import distribute_parameters
+from autopar.search.formulation.local_axes import Axes, exact_roles
 from autopar.search.options import Search
 from autopar.search.pipeline.space import is_split_for_stages, split_for_stages
 from autopar.specialize import CompileOptions
@@ -77,7 +79,8 @@ def parallelize(
             Then only that loss, or a multiple of it, has gradients; microbatches and pipeline stages need that.
             Default: the only scalar that requires a gradient; of several, each has its gradient.
         inputs: ``"global"``: each rank passes the whole batch, and its part is sliced; ``"local"``: its own rows,
-            see ``data_rank`` and ``data_world_size``. DTensors carry their own layout.
+            see ``data_rank`` and ``data_world_size``. DTensors carry their own layout. Of a ``"global"`` batch workers
+            that train apart (role ``local``) take their rows first.
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less what
             `autopar.costs.budget` sets aside for the context, communicators, workspaces and fragments.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
@@ -130,8 +133,8 @@ def parallelize(
     policy = Precision.resolve(precision)
     _check_optimizers(model)
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
-    search = search or Search()
-    context = one_device(_device(model)) if mesh is None else _mesh_context(mesh, given, search, timeout)
+    search, workers = _within_worker(search or Search(), given, mesh)
+    context = one_device(_device(model)) if mesh is None else _mesh_context(mesh, given, search, timeout, workers)
     _check_devices(model, context)
     machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
     if given is not None:
@@ -146,7 +149,7 @@ def parallelize(
     options = CompileOptions(
         machine, budget, optimizer, search, given, loss_fn, inputs,
         # On one device both ways draw the same, and the default generator needs no seeds.
-        deterministic=deterministic or mesh is None, loss=loss, precision=policy, check=check,
+        deterministic=deterministic or context.mesh is None, loss=loss, precision=policy, check=check,
         compiler=Interpreter(context.device) if backend is None else Compiler(backend, speaks),
         fused=compile is True or compile == "inductor",  # of another backend nobody knows what it fuses
         observer=Spoken(is_told()) if speaks else Observer(),
@@ -229,9 +232,28 @@ def _budget(context: MeshContext) -> DefaultBudget:
     return DefaultBudget(reserve_of_device(context.device, dict(context.axes), processes))
 
 
-def _mesh_context(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float) -> MeshContext:
+def _within_worker(search: Search, plan: Plan | None, mesh: DeviceMesh | None) -> tuple[Search, Axes]:
+    """How to search within a worker, and the axis of the workers: none or one, that of the plan if there is one."""
+    if mesh is None:
+        if plan is not None and plan.workers:
+            raise PlanError(f"the plan is one of workers {dict(plan.workers)}; pass a mesh that has this axis")
+        if exact_roles(search.roles) != search.roles:
+            raise ValueError(f"roles={search.roles} has workers, and mesh=None is one device; pass a mesh")
+        return search, ()
+    if plan is None:
+        workers, _, inner = search.of_worker(axes_of(mesh))
+        return inner, workers
+    return replace(search, roles=exact_roles(search.roles)), plan.workers
+
+
+def _mesh_context(
+    mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float, workers: Axes = ()
+) -> MeshContext:
     """This rank's context; where a plan or the pins put stages on a factor of an axis, that is an axis of its own."""
-    context, axes = mesh_context(mesh, timeout), axes_of(mesh)
+    axes = axes_of(mesh)
+    if workers:
+        return _worker_context(mesh, timeout, workers)
+    context = mesh_context(mesh, timeout)
     wanted = plan.axes if plan is not None else split_for_stages(search, axes)
     wanted = wanted if is_split_for_stages(wanted, axes) else context.axes
     # Before `with_axes`: making process groups is a collective, which hangs where ranks ask for different ones.
@@ -242,6 +264,21 @@ def _mesh_context(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: 
             f"span the world of {dist.get_world_size()} ranks; ask for as many stages as an axis has"
         )
     return with_axes(context, wanted)
+
+
+def _worker_context(mesh: DeviceMesh, timeout: float, workers: Axes) -> MeshContext:
+    """This rank's context within its worker.
+
+    Raises:
+        PlanError: a plan has workers along an axis that is not the mesh's outermost one.
+    """
+    axes = axes_of(mesh)
+    if workers != tuple(axes.items())[:1]:
+        raise PlanError(
+            f"the plan is for workers {dict(workers)} along the outermost axis, and the mesh has {axes}; plan again "
+            "with axes= of the mesh"
+        )
+    return worker_context(mesh, timeout)
 
 
 def _check_plan(plan: Plan, context: MeshContext) -> None:

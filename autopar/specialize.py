@@ -18,7 +18,7 @@ from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.layout import Layout, Replicate, Split, TensorType
 from autopar.ir.node_info import graph_info
-from autopar.ir.ops.random import generator_digest
+from autopar.ir.ops.random import derive_seed, generator_digest
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program, draws
@@ -35,6 +35,7 @@ from autopar.runtime.state.parameters import plain_parameters
 from autopar.runtime.step.build import build_step
 from autopar.runtime.step.step import Step
 from autopar.search.formulation.as_before import strategies_of
+from autopar.search.formulation.local_axes import require_rows
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import OFFLOAD, OVERLAP, RECOMPUTE, STAGE_AXIS, Search
@@ -94,6 +95,7 @@ class Request:
         layouts: of batch tensors that are DTensors already, as torch's placements.
         rows: layouts of batch tensors of which each rank passes its own rows, by index.
         differentiable: batch tensors that require a gradient.
+        split: batch tensors of which each of several workers has its own rows.
     """
 
     skeleton: binding.Arguments
@@ -101,6 +103,7 @@ class Request:
     layouts: Mapping[int, Placements]
     rows: Mapping[int, Layout] = field(default_factory=dict)
     differentiable: frozenset[int] = frozenset()
+    split: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,27 +163,33 @@ def specialize(
     Raises:
         RankError: the ranks disagree, or one does not answer.
     """
+    # Workers that train apart begin together: with the same parameters, and under one plan, so that the ranks at one
+    # place in each hold the same shards. Later each is by itself.
+    agreed = context.everyone if placements is None else context
     # Each phase that may fail on one rank alone ends in a meeting of all ranks, so that none waits for a failed one.
     observer = options.observer
     with observer.phase(CAPTURE):
-        program = context.together(lambda: _capture(model, request, options, context), "capturing the model")
-        require_same_program(program, request.shapes, weights, context)
+        program = agreed.together(lambda: _capture(model, request, options, context), "capturing the model")
+        require_same_program(program, request.shapes, weights, agreed)
+        require_rows(program, request.split)
     # Another Python state of the model need not mean another graph.
     for other in known:
         if same_graph(program, other.program):
             return replace(other, program=program)
     # As plain data: a broadcast pickles it, which depends on classes otherwise.
     with observer.phase(SEARCH):
-        data, claimed = context.decide(
+        data, claimed = agreed.decide(
             lambda: _as_data(plan_again(program, request, options, context, placements, before)),
             "the plan, which rank 0 searches",
         )
     plan = Plan.from_dict(data)
     plan = replace(plan, certificate=replace(plan.certificate, claimed=claimed))
+    if context.workers is not None and not plan.workers:
+        plan = plan.of_workers(((context.workers.axis, context.workers.count),))
     with observer.phase(REWRITE):
         context = with_axes(context, plan.axes)
-        local, step, order = context.together(lambda: _build(program, plan, options, context), "rewriting the graph")
-        context.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
+        local, step, order = agreed.together(lambda: _build(program, plan, options, context), "rewriting the graph")
+        agreed.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
     part = microbatch_program(program, plan.microbatches, deterministic=options.deterministic)
     offloaded = graph_info(local.graph).offloaded_states
     forget()  # another shape has other operators
@@ -216,9 +225,11 @@ def _seed(local: Program, options: CompileOptions, context: MeshContext) -> int 
     if not any(draws(n) for n in local.graph.graph.nodes):
         return None
     if not options.deterministic:
-        return context.decide(
+        seed = context.decide(
             lambda: generator_digest(context.device), "the seed of random numbers, which rank 0 gives"
         )
+        # Workers have different samples, and draw different numbers for them.
+        return seed if context.workers is None else derive_seed(seed, context.workers.index)
     context.agree(
         generator_digest(context.device),
         "the random generator's state (deterministic=True)",

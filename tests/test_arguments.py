@@ -23,6 +23,7 @@ from autopar.costs.arguments import AXES, SIZE, number, require, shown, whole
 from autopar.costs.cluster import Device, Link
 from autopar.costs.memory import parse_bytes
 from autopar.integrations.metrics import watch
+from autopar.low_communication.settings import Settings
 from autopar.parallelize import parallelize
 
 NAN, INF = float("nan"), float("inf")
@@ -81,6 +82,12 @@ OF_SEARCH: dict[str, list[Any]] = {
     "time_limit": NO_NUMBER, "gap": [INF, *NO_NUMBER], "pins": [None, *NO_DICT], "roles": [None, {"a": "x"}, *NO_DICT],
     "recipe": ["fastest", *NOT_TEXT], "seed": NO_WHOLE, "tie_layers": [None, *NO_FLAG], "padding": [None, *NO_FLAG],
     "check": [None, *NO_FLAG], "cache": [None, *NO_FLAG],
+    "inexact": [None, 1, "local", ["x"], (1,), (Awkward(),), {"local": 1}],
+}  # fmt: skip
+OF_SETTINGS: dict[str, list[Any]] = {
+    "every": [0, None, "auto", *NO_WHOLE], "outer_lr": [0, INF, *NO_NUMBER], "outer_momentum": [1, 2, INF, *NO_NUMBER],
+    "nesterov": [None, *NO_FLAG], "fragments": [0, 9, *NO_WHOLE], "delay": [8, *NO_WHOLE], "mix": [1, INF, *NO_NUMBER],
+    "bits": [0, 2, 16, 8.0, "8", True, [], Awkward()], "synchronous": NO_WHOLE,
 }  # fmt: skip
 OF_PINS: dict[str, list[Any]] = {
     "recompute": ["all", 1, None, []], "offload": ["all", 1, True], "overlap": ["all", 1, None],
@@ -141,6 +148,7 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
             "model": NO_MODEL, "callback": [None, *NO_FUNCTION], "every": [0, None, *NO_WHOLE], "seconds": [None, INF, *NO_NUMBER]}),
         ("verify", autopar.verify, {**given, "axes": {"a": 2}}, OF_VERIFY),
         ("Search", Search, {}, OF_SEARCH),
+        ("Settings", Settings, {"every": 8}, OF_SETTINGS),
         ("pins", lambda **pins: Search(pins=pins), {}, OF_PINS),
         ("stages", lambda **pins: Search(pins={"stages": 2, **pins}), {}, OF_STAGES),
         ("Device", Device, {"name": "d", "flops": {"float32": 1.0}, "memory": 1, "bandwidth": 1, "launch": 1}, OF_DEVICE),

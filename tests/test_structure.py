@@ -25,6 +25,7 @@ LAYERS = (
     "verify",
     "explain",
     "module",
+    "low_communication",
     "parallelize checkpoint",
     "integrations",
     "autopar",  # autopar/__init__.py
@@ -32,7 +33,7 @@ LAYERS = (
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 
-MOST_FILES, MOST_PACKAGES, MOST_IN_A_FOLDER = 8, 17, 12
+MOST_FILES, MOST_PACKAGES, MOST_IN_A_FOLDER = 8, 18, 12
 """At the top of `autopar`, and in any folder below (beside its ``__init__.py``)."""
 
 # What plans must run where there is no process group, and hardware is described without any framework.

@@ -38,6 +38,9 @@ Recipe = Annotated[str | None, typer.Option(metavar="NAME", help="ddp, fsdp, hsd
 RolesOption = Annotated[
     str, typer.Option("--roles", metavar="AXIS=ROLE,...", help="What axes are used for: node=data,gpu=tensor.")
 ]
+Inexact = Annotated[
+    str, typer.Option("--inexact", metavar="CHOICE,...", help="Allow what changes the numbers: local, a role.")
+]
 Pins = Annotated[
     list[str] | None,
     typer.Option(

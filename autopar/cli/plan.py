@@ -18,6 +18,7 @@ from autopar.cli.options import (
     Axes,
     Debug,
     Fuse,
+    Inexact,
     Json,
     Limit,
     Machine,
@@ -118,6 +119,7 @@ def plan_command(
     compile: Fuse = False,
     recipe: Recipe = None,
     roles: RolesOption = "",
+    inexact: Inexact = "",
     pin: Pins = None,
     microbatches: Microbatches = None,
     microbatch: Microbatch = None,
@@ -157,11 +159,13 @@ def plan_command(
         # Options are pins with names of their own; --pin may pin layouts besides.
         pins = pipeline_pins(stages, schedule, virtual, stage_axis)
         pins |= {} if microbatches is None else {"microbatches": microbatches}
-        pins |= parse_pins(pin, target.axes)
-        given_roles = parse_roles(roles)
+        given_roles, allowed = parse_roles(roles), tuple(word.strip() for word in inexact.split(",") if word.strip())
+        # Pins are of the axes within a worker.
+        pins |= parse_pins(pin, {axis: n for axis, n in target.axes.items() if given_roles.get(axis) not in allowed})
         search = Search(
-            time_limit=time_limit, recipe=recipe, roles=given_roles, pins=pins, check=check, cache=not no_cache
-        )
+            time_limit=time_limit, recipe=recipe, roles=given_roles, pins=pins, check=check, cache=not no_cache,
+            inexact=allowed,
+        )  # fmt: skip
         _print_plan(task, target, search, outputs)
 
 

@@ -14,6 +14,7 @@ from autopar.compiler import (
     check_planning,
     default_memory,
     for_devices,
+    part_of_worker,
     program_of,
     program_to_plan,
     require_same_graph,
@@ -57,8 +58,13 @@ def check_plan(
         deterministic=(deterministic, FLAG), progress=(progress, optional(FUNCTION)),
     )  # fmt: skip
     # The bound is verified here and now, and not read from a file.
-    search = replace(search or _space_of(plan), check=True, cache=False)
+    given = search or _space_of(plan)
+    workers, _, given = given.of_worker(dict(plan.workers) | dict(plan.axes))
+    if search is not None and workers != plan.workers:
+        raise PlanError(f"the plan has workers {dict(plan.workers)}, and the search {dict(workers)}; {AGAIN}")
+    search = replace(given, check=True, cache=False)
     axes, policy = dict(plan.axes), Precision.resolve(precision)
+    batch = part_of_worker(model, batch, plan.workers)
     program = program_to_plan(
         model, batch, loss_fn=loss_fn, loss=loss, precision=policy, fused=plan.fused, search=search, progress=progress
     )
@@ -102,7 +108,8 @@ def check_plan(
             f"none of these: {AGAIN}"
         )
     bound = min(best.lower_bound, objective)
-    return replace(found, certificate=replace(best, objective=objective, lower_bound=bound))
+    checked = replace(found, certificate=replace(best, objective=objective, lower_bound=bound))
+    return replace(checked, workers=()).of_workers(plan.workers)
 
 
 def _space_of(plan: Plan) -> Search:

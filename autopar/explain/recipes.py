@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from autopar.capture import Batch, LossFunction
-from autopar.compiler import check_planning, default_memory, program_to_plan, solve
+from autopar.compiler import check_planning, default_memory, part_of_worker, program_to_plan, solve
 from autopar.costs.arguments import AXES, FLAG, require
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import format_bytes
@@ -19,7 +19,10 @@ from autopar.ir.ops.routing import sort_by_expert
 from autopar.ir.plan import INTERRUPTED, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
+from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
+from autopar.ir.signature.worker_rows import split_tensors
+from autopar.search.formulation.local_axes import require_rows
 from autopar.search.formulation.recipes import RECIPES, TAKES_ROLES
 from autopar.search.options import RECOMPUTE, Progress, Search
 from autopar.search.solver.highs import requested, stoppable
@@ -93,9 +96,13 @@ def find_plan(
     require(axes=(axes, AXES), compile=(compile, FLAG))
     search, machine = search or Search(), Cluster.resolve(cluster)
     search.require_axes(axes)
+    workers, axes, search = search.of_worker(axes)
+    tensors = binding.flatten(model, batch)[0] if workers else []
+    batch = part_of_worker(model, batch, workers)
     program = program_to_plan(
         model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=compile, search=search, progress=progress
     )
+    require_rows(program, split_tensors(tensors))
     # One capture and one budget for all: what differs is the recipe alone.
     budget = default_memory(machine, axes) if memory is None else memory
 
@@ -110,7 +117,7 @@ def find_plan(
             if requested():  # nothing found so far fits, but the search was not over: that proves nothing
                 raise KeyboardInterrupt from e
             raise
-    return Found(found, program, budget, search)
+    return Found(found.of_workers(workers), program, budget, search)
 
 
 def compare_recipes(found: Found, tick: Tick | None = None) -> tuple[Comparison, ...]:

@@ -133,6 +133,9 @@ class Stage:
 
 _WHOLE = (Stage(("",)),)
 
+WORKER = "of one worker of several that train apart between exchanges: not equal to synchronous training"
+"""What a certificate says of a plan with workers."""
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -202,6 +205,8 @@ class Plan:
             `autopar.passes.collectives.overlap_collectives`: what is in flight takes memory. Products may then be cut
             into chunks beside the collectives of their rows, see `autopar.passes.collectives.chunk_collectives`.
         fused: whether costs are those of kernels that a compiler fuses, see `autopar.rules.shapes.fused_kernels`.
+        workers: name and size of the mesh axis of workers that train apart (role ``local``), outside of ``axes``: each
+            has all of ``axes`` to itself, and the plan is one worker's, for its part of the batch. Empty: none do.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -227,6 +232,15 @@ class Plan:
     forced_consumer_layouts: tuple[str, ...] = ()
     overlap: bool = False
     fused: bool = False
+    workers: tuple[tuple[str, int], ...] = ()
+
+    def of_workers(self, workers: tuple[tuple[str, int], ...]) -> Plan:
+        """The plan as that of each of some workers; the certificate says what that means."""
+        if not workers:
+            return self
+        note = f"{WORKER}, {' x '.join(f'{axis}={n}' for axis, n in workers)}"
+        certificate = replace(self.certificate, space=f"{self.certificate.space}; {note}")
+        return replace(self, workers=workers, certificate=certificate)
 
     @property
     def inner(self) -> Plan:
@@ -280,6 +294,7 @@ class Plan:
         data["overlap"] = self.overlap
         data["fused"] = self.fused
         data["scatter"] = None if self.scatter is None else asdict(self.scatter)
+        data["workers"] = dict(self.workers)
         data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         for name in ("recompute", "offload"):
@@ -460,6 +475,7 @@ class _File:
     scatter: Scatter | None = None
     padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     forced_consumer_layouts: tuple[str, ...] = ()
+    workers: Mapping[str, Annotated[int, msgspec.Meta(ge=1, lt=2**31)]] = field(default_factory=dict)
     recompute: Ranges = field(default_factory=dict)
     offload: Ranges = field(default_factory=dict)
 
@@ -484,7 +500,13 @@ def _parse(data: dict[str, Any]) -> Plan:
         if bound > certificate.objective * (1 + 1e-6):
             raise ValueError(f"certificate.{name} is {bound}, and the plan itself takes {certificate.objective}")
     kept: dict[str, Any] = {f.name: getattr(file, f.name) for f in fields(_File) if f.name not in _LAYOUTS}
-    kept |= {"axes": tuple(file.axes.items()), "cluster": Cluster.from_toml(file.cluster)}
+    if len(file.workers) > 1 or set(file.workers) & set(file.axes):
+        raise ValueError(f"workers are {dict(file.workers)}: expected one axis beside {', '.join(file.axes)}")
+    kept |= {
+        "workers": tuple(file.workers.items()),
+        "axes": tuple(file.axes.items()),
+        "cluster": Cluster.from_toml(file.cluster),
+    }
     kept |= {"stages": tuple(map(Stage, file.stages)), "certificate": replace(certificate, claimed=True)}
     return Plan(**layouts, **kept)
 

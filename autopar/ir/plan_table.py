@@ -109,6 +109,11 @@ def _header(plan: Plan) -> RenderableType:
         ("cluster", f"{plan.cluster.name}: {plan.cluster.device.name}" + (f"; {over}" if over else "")),
         ("optimizer", plan.optimizer),
     ]
+    if plan.workers:
+        (axis, count), all_axes = plan.workers[0], dict(plan.workers) | dict(plan.axes)
+        over = plan.cluster.link_for(all_axes)[0].name
+        said = f"{count} along axis {axis} over {over} (role local), each on the axes above with its part of the batch"
+        rows.append(("workers", f"{said}; they train apart between exchanges: not equal to synchronous training"))
     if plan.pipeline is not None:
         parts = ", equal outputs are sent in parts" if plan.scatter else ""
         said = f"{len(plan.stages)} along axis {plan.pipeline.axis}, schedule {plan.pipeline.order}{parts}"

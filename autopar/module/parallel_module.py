@@ -155,13 +155,15 @@ class ParallelModule(nn.Module):
 
     @property
     def data_world_size(self) -> int:
-        """Into how many parts the rows of a batch are split: ``num_replicas`` of a sampler."""
-        return self._autopar.data_world_size
+        """Into how many parts the rows of a batch are split, over all workers: ``num_replicas`` of a sampler."""
+        workers = self._autopar.context.workers
+        return self._autopar.data_world_size * (1 if workers is None else workers.count)
 
     @property
     def data_rank(self) -> int:
-        """Which part this rank takes: ``rank`` of a sampler."""
-        return self._autopar.data_rank
+        """Which part this rank takes, of all workers' parts: ``rank`` of a sampler."""
+        session, workers = self._autopar, self._autopar.context.workers
+        return session.data_rank + (0 if workers is None else workers.index * session.data_world_size)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:

@@ -26,6 +26,7 @@ from autopar.ir.signature import binding, pytree
 from autopar.module.check_first import check_first
 from autopar.module.metrics import Meter
 from autopar.module.specialization_cache import SpecializationCache
+from autopar.module.worker_batch import compare_among_workers, own_part, split_among
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING, Details, described
 from autopar.runtime.agreement.same_program import require_same_contents
 from autopar.runtime.dtensor import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
@@ -70,6 +71,7 @@ class Session:
         uncompared: keys of specializations for which ranks have not compared their batches yet.
         compare_always: whether ranks compare each batch, and not only the first of each specialization.
         checked: modes that have been verified.
+        compared_among_workers: whether workers that train apart have compared the batch of the first call.
         first: the specialization that decided the layouts of the parameters.
         latest: the one that ran last.
         deferred: gradients whose reduction `no_sync` has deferred.
@@ -88,6 +90,7 @@ class Session:
         self.uncompared: set[Any] = set()
         self.compare_always = False
         self.checked: set[Any] = set()
+        self.compared_among_workers = False
         self.first: Specialization | None = None
         self.latest: Specialization | None = None
         self.deferred = DeferredReduction(model.named_parameters)
@@ -105,12 +108,16 @@ class Session:
         """What the original returns: scalars plain, other tensors as DTensors."""
         refuse_hooks_of_all_modules()
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
+        whole, tensors = tensors, own_part(tensors, self.context, self.options.inputs)
         self.slots.inventory()  # of now: what follows asks for it until the user's code may have run
-        request = self._request(tensors, skeleton)
+        request = self._request(tensors, skeleton, split_among(whole, self.context, self.options.inputs))
         key = self._key(request)
         self._refuse_foreign_parameters()
         # All ranks agree on the call first: one that has no graph for it would wait, in capturing, for those that have.
         name, known = self._agreed("forward", key, request)
+        if not self.compared_among_workers:
+            compare_among_workers(whole, self.context, self.options.inputs)
+            self.compared_among_workers = True
         found = self._specialized(request, key, known)
         self._compare_contents(key, tensors)
         self._check(found, request, tensors)
@@ -156,13 +163,16 @@ class Session:
     def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
         request = self.request_of(batch)
-        self._check(self.specialize_request(request), request, binding.flatten(self.original, batch)[0])
+        own = own_part(binding.flatten(self.original, batch)[0], self.context, "global")
+        self._check(self.specialize_request(request), request, own)
 
     def request_of(self, batch: Any) -> Request:
-        """The call with a global batch."""
-        tensors, skeleton = binding.flatten(self.original, batch)
+        """The call with a global batch; of workers that train apart, with this one's part of it."""
+        whole, skeleton = binding.flatten(self.original, batch)
+        tensors = own_part(whole, self.context, "global")  # an example is always of the global batch
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        return Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors))
+        split = split_among(whole, self.context, self.options.inputs)
+        return Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors), split=split)
 
     def specialize_request(self, request: Request) -> Specialization:
         """Build the graphs for a call with whole tensors, unless there are some; a collective call."""
@@ -259,7 +269,7 @@ class Session:
         placements = to_placements(plain_type(shape, dtype), request.rows[index])
         return from_local(tensor.to(self.context.device), self.context, shape, placements)
 
-    def _request(self, tensors: list[torch.Tensor], skeleton: Any) -> Request:
+    def _request(self, tensors: list[torch.Tensor], skeleton: Any, among_workers: tuple[int, ...]) -> Request:
         shapes, rows = [], {}
         for i, t in enumerate(tensors):
             shape = tuple(t.shape)
@@ -270,7 +280,7 @@ class Session:
                 rows[i] = self._rows() if split else replicated(len(self.context.axes))
             shapes.append((shape, t.dtype))
         layouts = {i: tuple(t.placements) for i, t in enumerate(tensors) if isinstance(t, DTensor)}
-        return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors))
+        return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors), among_workers)
 
     def _splits(self, index: int, count: int) -> bool:
         """Whether ranks pass different rows of this batch tensor; position ids of one row, for example, are alike."""

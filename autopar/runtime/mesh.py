@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,11 +15,30 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch_compat import set_group_timeout
-from autopar.errors import AutoparError, RankError
+from autopar.errors import AutoparError, PlanError, RankError
 from autopar.runtime.agreement.control import Control, control_of
 from autopar.runtime.agreement.points import Details
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of a mesh, which train apart between exchanges, and which of them this rank belongs to.
+
+    Attributes:
+        axis: the mesh axis of the workers.
+        count: how many there are.
+        index: of this rank's worker.
+        group: the ranks at this rank's place in each worker, which hold the same shards.
+        everyone: the agreement of all ranks of all workers.
+    """
+
+    axis: str
+    count: int
+    index: int
+    group: ProcessGroup
+    everyone: Control
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,7 @@ class MeshContext:
         groups: name of the process group along each axis.
         control: how this rank agrees with the others; None for one device.
         timeout: seconds that a rank waits for the others.
+        workers: where the mesh is one worker's part of a larger one, in which others train apart.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -43,6 +63,12 @@ class MeshContext:
     groups: dict[str, str] = field(default_factory=dict)
     control: Control | None = None
     timeout: float = 600.0
+    workers: Workers | None = None
+
+    @property
+    def everyone(self) -> MeshContext:
+        """The context whose agreements are among the ranks of all workers; the same where there are no workers."""
+        return self if self.workers is None else replace(self, control=self.workers.everyone)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -171,6 +197,11 @@ def with_axes(context: MeshContext, axes: tuple[tuple[str, int], ...]) -> MeshCo
     """The context on finer axes of the same mesh; every rank calls it. The same context if it has these axes."""
     if axes == context.axes or context.mesh is None:
         return context
+    if context.workers is not None:
+        raise PlanError(
+            f"the plan is for axes {dict(axes)}, and a worker (role 'local') has {dict(context.axes)}: its mesh cannot "
+            "be split further; ask for as many stages as an axis has"
+        )
     with context.during(f"making axes {dict(axes)} of the mesh"):
         mesh = split_mesh(context.mesh, axes)
     return mesh_context(mesh, context.timeout)
@@ -182,8 +213,35 @@ def axes_of(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(names, mesh.shape, strict=True))
 
 
-def mesh_context(mesh: DeviceMesh, timeout: float) -> MeshContext:
+def worker_context(mesh: DeviceMesh, timeout: float) -> MeshContext:
+    """This rank's context within its worker, where each index of the mesh's outermost axis is one; every rank calls it.
+
+    Raises:
+        ValueError: as `mesh_context`.
+    """
+    whole = mesh_context(mesh, timeout)
+    (axis, count), *within = whole.axes
+    assert whole.control is not None
+    whole.agree(("workers", *whole.axes), "the axes of the mesh", "pass the same plan= or search= on every rank")
+    group = mesh.get_group(0)
+    workers = Workers(axis, count, whole.coordinates[0], group, whole.control)
+    if not within:
+        return replace(one_device(whole.device), timeout=timeout, workers=workers)
+    # The same ranks as torch's submesh: every process makes the group of its own worker only.
+    ranks = mesh.mesh[whole.coordinates[0]].flatten().tolist()
+    with whole.during("making the process group of a worker"):
+        all_ranks = dist.new_group(ranks, use_local_synchronization=True)
+    inner = mesh[tuple(name for name, _ in within)]
+    return replace(mesh_context(inner, timeout, all_ranks), workers=workers)
+
+
+def mesh_context(mesh: DeviceMesh, timeout: float, all_ranks: ProcessGroup | None = None) -> MeshContext:
     """This rank's context on a mesh; ``timeout`` is set on the mesh's process groups.
+
+    Args:
+        mesh: of one axis, or of several that span the world, or ``all_ranks``.
+        timeout: seconds.
+        all_ranks: the group of the mesh's ranks where it is a part of the world.
 
     Raises:
         ValueError: no process group, a backend that does not fit the device, or a mesh of another size than the world.
@@ -192,7 +250,7 @@ def mesh_context(mesh: DeviceMesh, timeout: float) -> MeshContext:
         raise ValueError("no process group: call torch.distributed.init_process_group() first, or pass mesh=None")
     names, sizes = zip(*axes_of(mesh).items(), strict=True)
     world = dist.get_world_size()
-    if len(sizes) > 1 and mesh.size() != world:
+    if len(sizes) > 1 and mesh.size() != world and all_ranks is None:
         raise ValueError(
             f"the mesh has {mesh.size()} ranks and the world {world}; a mesh of several axes must span the world: "
             f"start {mesh.size()} processes, or make the mesh with init_device_mesh of sizes whose product is {world}"
@@ -203,7 +261,7 @@ def mesh_context(mesh: DeviceMesh, timeout: float) -> MeshContext:
     groups = [mesh.get_group(i) for i in range(len(sizes))]
     # A DeviceMesh has a group for each axis and none for all of its ranks. A mesh of one axis may be a part of the
     # world; of several axes it must span the world, whose group is then the one of all ranks.
-    all_ranks = groups[0] if len(sizes) == 1 else dist.group.WORLD
+    all_ranks = all_ranks or (groups[0] if len(sizes) == 1 else dist.group.WORLD)
     for group in (*groups, all_ranks):
         _check_backend(group, mesh.device_type)
         set_group_timeout(timedelta(seconds=timeout), group)

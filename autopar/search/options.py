@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.costs.arguments import FLAG, TEXT, Kind, number, optional, require, whole
+from autopar.costs.arguments import FLAG, TEXT, Kind, a, number, optional, require, whole
 from autopar.costs.cluster import Cluster
 from autopar.pipeline.custom_schedule import as_text, is_table
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
 from autopar.search.formulation.axis_roles import ROLES
+from autopar.search.formulation.local_axes import Axes, check_inexact, exact_roles, worker_axes
 from autopar.search.formulation.pins import Restrictions, read_layout, read_placement
 from autopar.search.formulation.recipes import GATHERS_ONCE, check_recipe, roles_of
 from autopar.search.pipeline.shape import ScheduledStages
@@ -69,7 +70,8 @@ class Search:
             what the recipe leaves open. ``"random"`` draws a feasible plan, for tests; it ignores budgets.
         roles: what each axis is for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see
             `autopar.search.formulation.axis_roles`. Without a recipe, axes without a role are searched;
-            ``"megatron"`` takes roles, too.
+            ``"megatron"`` takes roles, too. ``local``, beside any recipe, is for the outermost axis: its indices are
+            workers that train apart, see `autopar.LocalSteps`.
         seed: of the random plan.
         tie_layers: repeated layers have the same layouts; False searches each layer on its own.
         padding: parameters whose dims an axis does not divide, such as a vocabulary of 50257, may be padded on the
@@ -78,6 +80,7 @@ class Search:
             as ``time_limit`` again.
         cache: a plan that was found before for the same program, cluster and options is read, see
             `autopar.search.cache`.
+        inexact: choices that change the numbers, and are refused unless they are named: ``local``, the role.
     """
 
     time_limit: float = 60.0
@@ -90,6 +93,7 @@ class Search:
     padding: bool = True
     check: bool = False
     cache: bool = True
+    inexact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what is of the wrong type or out of range, and words that do not exist."""
@@ -104,13 +108,15 @@ class Search:
             padding=(self.padding, FLAG),
             check=(self.check, FLAG),
             cache=(self.cache, FLAG),
+            inexact=(self.inexact, a((tuple, list), "a tuple of texts, such as ('local',)")),
         )
+        check_inexact(tuple(self.inexact), self.roles)
         for axis, role in self.roles.items():
             if role not in ROLES:
                 raise ValueError(f"roles= gives axis {axis!r} the role {role!r}; there are {', '.join(ROLES)}")
         for name, value in self.layouts.items():
             _require_placements(name, value)
-        check_recipe(self.recipe, self.roles)
+        check_recipe(self.recipe, exact_roles(self.roles))
         if self.pins.get(RECOMPUTE, "search") not in ("search", REGATHER, "none", *FORMER_REGATHER):
             raise ValueError(f"pin {RECOMPUTE!r} must be 'search', 'regather' or 'none', got {self.pins[RECOMPUTE]!r}")
         for name in (OFFLOAD, OVERLAP):
@@ -149,10 +155,22 @@ class Search:
         Raises:
             ValueError: names the axis and those that there are.
         """
-        roles_of(self.recipe, axes, self.roles)
+        _, axes = worker_axes(self.roles, axes)
+        roles_of(self.recipe, axes, exact_roles(self.roles))
         # With stages, pins speak of the axes inside of one.
         for name, value in self.layouts.items() if not self.pipelines else ():
             read_layout(name, value, tuple(axes))
+
+    def of_worker(self, axes: Mapping[str, int]) -> tuple[Axes, dict[str, int], Search]:
+        """The axis of workers that train apart, none or one; a worker's own axes, and how to search on them.
+
+        Raises:
+            ValueError: the axis with the role ``local`` is missing or not the outermost one.
+        """
+        workers, within = worker_axes(self.roles, axes)
+        if not workers:
+            return (), dict(axes), self
+        return workers, within or {"device": 1}, replace(self, roles=exact_roles(self.roles))
 
     @property
     def recompute(self) -> str:

@@ -14,7 +14,7 @@ from torch import fx, nn
 from autopar.capture import Batch, LossFunction
 from autopar.capture.state.record import Record
 from autopar.capture.state.slots import state_tensors
-from autopar.compiler import BATCH, captured, check_planning, rewrite, solve
+from autopar.compiler import BATCH, captured, check_planning, part_of_worker, rewrite, solve
 from autopar.costs.arguments import AXES, FLAG, a, require, whole
 from autopar.costs.cluster import Cluster
 from autopar.errors import VerifyError
@@ -57,7 +57,8 @@ def verify(
     Args:
         model: with real parameters; it is not changed.
         batch: tuple or dict of real tensors, the global batch.
-        axes: name and size of each mesh axis.
+        axes: name and size of each mesh axis. Of a plan with workers (role ``local``), theirs is the first: one worker
+            is then compared with the plain model on its part of the batch.
         loss_fn: for a model that does not return its loss.
         loss: which scalar of the output is the loss, as for `autopar.parallelize`.
         plan: what to run; None searches for one, ``"random"`` draws a feasible one.
@@ -83,6 +84,9 @@ def verify(
     if not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype}: expected a floating dtype, such as torch.float64")
     Search(pins={} if pins is None else pins)
+    if isinstance(plan, Plan) and plan.workers and dict(axes) == dict(plan.workers) | dict(plan.axes):
+        # Workers train apart: each is to compute what the plain model does on its part of the batch.
+        axes, batch = dict(plan.axes), part_of_worker(model, batch, plan.workers)
     policy = Precision.resolve(precision)
     # In two steps, so that a difference can be told to come from the capture or from the canonical form.
     graph = captured(model, batch, loss_fn=loss_fn, loss=loss, precision=policy)
@@ -170,7 +174,7 @@ def _plan(
 ) -> Plan:
     if isinstance(plan, Plan):
         if dict(plan.axes) != dict(axes):
-            raise ValueError(f"the plan is for axes {dict(plan.axes)}, not {dict(axes)}")
+            raise ValueError(f"the plan is for axes {dict(plan.workers) | dict(plan.axes)}, not {dict(axes)}")
         return plan
     search = Search(recipe=plan, seed=seed, pins={OFFLOAD: "search", **pins})
     return solve(program, axes, _machine(), search=search, deterministic=True)

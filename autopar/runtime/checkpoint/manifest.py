@@ -17,6 +17,9 @@ from autopar.runtime.checkpoint import values
 
 VERSION, DIGEST = 1, "sha256"
 
+STATEFUL = "stateful."
+"""What names of tensors begin with that are none of model and optimizer, before the name of their object."""
+
 
 def taken_apart(state: Mapping[str, Any], tied: Mapping[str, str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors by one name each, and what else there is.
@@ -143,6 +146,8 @@ class Manifest:
             AutoparError: they differ; names the first.
         """
         saved = {n: v for n, v in self.tensors.items() if has_optimizer or not n.startswith("optimizer.")}
+        # As other objects that are not asked for.
+        saved = {n: v for n, v in saved.items() if not n.startswith(STATEFUL) or n.split(".")[1] in stateful}
         if has_optimizer and "groups" not in self.values:
             raise AutoparError(f"{self.file.parent} has no optimizer: it was saved without one")
         described = _kinds(own)

@@ -52,6 +52,7 @@ class DeferredReduction:
     Attributes:
         active: whether `no_sync` is in force.
         types: types and layouts of the parameters for which something has been deferred.
+        is_aside: within `set_aside`.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
@@ -64,6 +65,7 @@ class DeferredReduction:
         self.parameters = parameters
         self.types: dict[str, Any] = {}
         self._pending: list[PendingReduction] = []
+        self.is_aside = False
 
     def add(self, step: Any, values: list[torch.Tensor]) -> None:
         """Add what the first of `split_reductions`'s graphs returned."""
@@ -138,9 +140,11 @@ class DeferredReduction:
     def set_aside(self) -> Iterator[None]:
         """Within, nothing is deferred: for an optimizer's step that only allocates state."""
         before, self._pending = self._pending, []
+        self.is_aside = True
         try:
             yield
         finally:
+            self.is_aside = False
             self._pending = before + self._pending
 
     def described(self) -> str:

@@ -12,6 +12,7 @@ expert     split along the batch; rows go to their experts        those of exper
 context    split along the sequence, where they have it           as shard
 tensor     split along the tensor-parallel factors                split along those factors, else replicated
 sequence   as tensor; along the sequence between the linears      as tensor
+local      see `autopar.search.formulation.local_axes`            each worker has its own
 =========  =====================================================  ===================================================
 
 Everything is found by factors, nothing by names. What the roles leave open, such as where partial sums are added up,
@@ -50,8 +51,8 @@ from autopar.sharding.factor_kinds import (
 from autopar.sharding.layer_classes import LayerClasses
 
 DATA, OPTIMIZER, SHARD, EXPERT, CONTEXT = "data", "optimizer", "shard", "expert", "context"
-TENSOR, SEQUENCE = "tensor", "sequence"
-ROLES = (DATA, OPTIMIZER, SHARD, EXPERT, CONTEXT, TENSOR, SEQUENCE)
+TENSOR, SEQUENCE, LOCAL = "tensor", "sequence", "local"
+ROLES = (DATA, OPTIMIZER, SHARD, EXPERT, CONTEXT, TENSOR, SEQUENCE, LOCAL)
 
 SPLIT_BATCH, SPLIT_STATES = (DATA, OPTIMIZER, SHARD, EXPERT), (OPTIMIZER, SHARD, CONTEXT)
 """Roles that split the batch, and those that split parameters and their states between steps."""
@@ -306,4 +307,9 @@ def read_roles(roles: Mapping[str, str], axes: Sequence[str]) -> Roles:
             raise ValueError(f"roles= names axis {axis!r}; the mesh has {', '.join(axes)}")
         if role not in ROLES:
             raise ValueError(f"roles= gives axis {axis!r} the role {role!r}; there are {', '.join(ROLES)}")
+        if role == LOCAL:
+            raise ValueError(
+                f"roles= gives axis {axis!r} the role {role!r}: only autopar.parallelize and autopar.plan take that; "
+                "leave the axis and the role out here, and take a worker's part of the batch"
+            )
     return tuple(roles.get(a) for a in axes)

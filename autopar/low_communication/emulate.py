@@ -1,0 +1,63 @@
+"""Workers in one process, in lock step: what `autopar.LocalSteps` computes on many, without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.low_communication.exchange import emulated_mean
+from autopar.low_communication.fragments import split_in_fragments
+from autopar.low_communication.outer import OuterState, require_exchangeable
+from autopar.low_communication.settings import Settings
+
+
+class EmulatedWorkers:
+    """Models of one process as workers that train apart.
+
+    Attributes:
+        settings: what is exchanged, and when.
+        steps: how many have been made.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], **settings: Any) -> None:
+        """Begin at the parameters that the models have, which must be the same.
+
+        Args:
+            models: one for each worker.
+            settings: as of `Settings`; without ``synchronous`` steps.
+
+        Raises:
+            ValueError: a setting is wrong, or the models differ.
+        """
+        self.settings, self.steps = Settings(**settings), 0
+        if self.settings.synchronous:
+            raise ValueError("synchronous=: emulated workers see parameters, not gradients; average these yourself")
+        self._tensors = [{n: p.detach() for n, p in m.named_parameters() if p.requires_grad} for m in models]
+        first = self._tensors[0]
+        for i, own in enumerate(self._tensors):
+            require_exchangeable(own, self.settings.bits)
+            if own.keys() != first.keys() or any(not torch.equal(own[n], first[n]) for n in own):
+                raise ValueError(f"worker {i} does not begin at the parameters of worker 0; copy the model")
+        fragments = split_in_fragments({n: t.numel() for n, t in first.items()}, self.settings.fragments)
+        self._states = [OuterState(own, fragments, next(iter(own.values())).device) for own in self._tensors]
+        self._in_flight: dict[int, torch.Tensor] = {}
+
+    def step(self) -> None:
+        """After every worker's optimizer has made a step: exchange what has its turn."""
+        self.steps += 1
+        used, sent = self.settings.turns(self.steps)
+        if self.settings.delay and used is not None:
+            self._use(used)
+        if sent is not None:
+            differences = [s.difference(sent, own) for s, own in zip(self._states, self._tensors, strict=True)]
+            self._in_flight[sent] = emulated_mean(differences, self.settings.bits)
+            if not self.settings.delay:
+                self._use(sent)
+
+    def _use(self, fragment: int) -> None:
+        mean = self._in_flight.pop(fragment)
+        for state, own in zip(self._states, self._tensors, strict=True):
+            state.apply(fragment, own, mean, self.settings, self.settings.mix)

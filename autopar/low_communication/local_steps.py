@@ -1,0 +1,338 @@
+"""`LocalSteps`: the workers of a mesh axis with the role ``local`` train apart, and exchange every so many steps."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from autopar.costs.arguments import FLAG, a, require
+from autopar.costs.outer_exchange import RoundCost
+from autopar.errors import AutoparError, RankError
+from autopar.low_communication.choose_round import AUTO, Wanted, chosen, predicted
+from autopar.low_communication.exchange import InFlight, send, sent_bytes
+from autopar.low_communication.fragments import split_in_fragments
+from autopar.low_communication.outer import OuterState, require_exchangeable
+from autopar.low_communication.settings import Settings
+from autopar.module.parallel_module import ParallelModule
+from autopar.runtime.dtensor import to_local
+from autopar.runtime.mesh import Workers
+from autopar.runtime.state.parameters import checksum
+
+logger = logging.getLogger("autopar")
+
+_attached: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+class LocalSteps:
+    """Local SGD, DiLoCo and streaming DiLoCo, at the end of an optimizer's steps.
+
+    From its first step on, the optimizer of each worker trains this worker's parameters alone. Every ``every`` steps
+    the mean of what the workers have moved goes through an outer optimizer, and all begin anew from its result, see
+    `autopar.low_communication.outer`. Each rank exchanges only its own shards, with the ranks at its place in the other
+    workers. All ranks agree on an exchange before it; one that is at another is a `RankError`.
+
+    ::
+
+        search = autopar.Search(roles={"dc": "local"}, inexact=("local",))
+        model = autopar.parallelize(model, mesh, search=search)
+        optimizer = torch.optim.AdamW(model.parameters())
+        local = autopar.LocalSteps(model, optimizer, every=50)
+        ...  # the loop as it was
+        local.synchronize()
+
+    Attributes:
+        settings: what is exchanged, and when; None until ``"auto"`` is decided, in the first step.
+        steps: how many the optimizer has made.
+        exchanges: how many fragments have been sent.
+        bytes_sent: by this rank since this was made, as a ring sends them.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModule,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int | str,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        fragments: int | str = 1,
+        delay: int = 0,
+        mix: float | None = None,
+        bits: int | None = None,
+        synchronous: int = 0,
+        host: bool = True,
+    ) -> None:
+        """Have the optimizer's steps followed by exchanges; every rank does.
+
+        Args:
+            model: what `autopar.parallelize` returned, on a mesh with an axis of the role ``local``.
+            optimizer: of all parameters that are trained.
+            every: steps of a round, in which everything is exchanged once; ``"auto"``: so many that exchanges hide
+                behind training, as the plan's cluster predicts (`autopar.costs.outer_exchange`).
+            outer_lr: learning rate of the outer optimizer; 1 without momentum is local SGD.
+            outer_momentum: its momentum; 0 for none.
+            nesterov: whether the momentum is Nesterov's.
+            fragments: parts of the model that are exchanged in turn; with ``every="auto"`` also ``"auto"``.
+            delay: what is sent is used so many steps later, and hidden behind these.
+            mix: share of a worker's own parameters that stays in an exchange: 0, or 0.5 with a delay.
+            bits: 8 or 4, which each number is sent in, with a scale for each block; sums are float32. Not for float64.
+            synchronous: steps at the beginning in which workers average their gradients instead: post-local SGD. The
+                average is taken when the optimizer's step begins: clipping before it sees one worker's gradients.
+            host: the outer state, two numbers for each parameter, is in host memory, which leaves the budget of the
+                devices as it was planned; differences are computed and sent from there.
+
+        Raises:
+            ValueError: an argument is wrong, the mesh has no workers, or the optimizer lacks a trained parameter.
+        """
+        require(
+            model=(model, a(ParallelModule, "what parallelize() returned")),
+            optimizer=(optimizer, a(torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters")),
+            host=(host, FLAG),
+        )
+        workers = model._autopar.context.workers
+        if workers is None:
+            raise ValueError(
+                "the mesh has no axis of workers: give one the role, "
+                'parallelize(..., search=Search(roles={AXIS: "local"}, inexact=("local",)))'
+            )
+        if optimizer in _attached:
+            raise ValueError("the optimizer has LocalSteps already; detach() those first")
+        mix = (0.5 if delay else 0.0) if mix is None else mix
+        outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
+        self._wanted = Wanted(every, fragments, delay, outer | {"mix": mix, "bits": bits, "synchronous": synchronous})
+        self.settings: Settings | None = None if self._wanted.is_open else self._wanted.settings(every, fragments)
+        self.steps, self.exchanges, self.bytes_sent = 0, 0, 0
+        self.model, self.optimizer = model, optimizer
+        self._workers: Workers = workers
+        self._host = host
+        self._outer: OuterState | None = None
+        self._compared = False
+        self._fragments: list[list[str]] = []
+        self._in_flight: dict[int, InFlight] = {}
+        self._group: ProcessGroup = workers.group
+        require_exchangeable(self._tensors(), bits)
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._before()),
+            optimizer.register_step_post_hook(lambda *_: self._after()),
+        ]
+        _attached.add(optimizer)
+
+    @property
+    def predicted(self) -> RoundCost:
+        """What a round costs, as the plan's cluster predicts; layouts must be decided."""
+        if self.settings is None:
+            raise AutoparError("every='auto' is decided in the first step; before it there is no prediction")
+        return predicted(self.model, self._tensors(), self.settings)
+
+    def detach(self) -> None:
+        """The optimizer's steps are no longer followed by exchanges; what is in flight is dropped."""
+        for hook in self._hooks:
+            hook.remove()
+        _attached.discard(self.optimizer)
+
+    def synchronize(self) -> None:
+        """Exchange everything now, so that all workers have the same parameters; every rank calls it.
+
+        What is in flight is used first. The outer optimizer makes a step for each fragment, as in a round; nothing of a
+        worker's own parameters is mixed in. For the end of training, and for evaluation.
+        """
+        outer, settings = self._begun(), self.settings
+        assert settings is not None
+        if self.steps < settings.synchronous:  # they have the same already
+            return
+        for fragment in sorted(self._in_flight):
+            self._use(fragment, settings.mix)
+        for fragment in range(len(self._fragments)):
+            self._send(fragment, outer)
+        for fragment in range(len(self._fragments)):
+            self._use(fragment, 0.0)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's shards of what is trained, by name, in the model's order.
+
+        Raises:
+            ValueError: the optimizer lacks some, or has others.
+        """
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        missing = [name for name, p in trained.items() if id(p) not in held]
+        if missing:
+            raise ValueError(
+                f"the optimizer does not have {missing[0]!r}, which is trained: workers would keep different ones; "
+                "give LocalSteps an optimizer of all trained parameters"
+            )
+        if held - {id(p) for p in self.model.parameters()}:
+            raise ValueError(
+                "the optimizer has a parameter that is none of the model's, and would differ among workers: give "
+                "LocalSteps an optimizer of the model's parameters alone"
+            )
+        return {name: to_local(p).detach() for name, p in trained.items()}
+
+    def _begun(self) -> OuterState:
+        """The outer state, made and compared when it is first wanted; every rank comes here at the same time."""
+        outer = self._made()
+        if not self._compared:
+            self._require_same(outer)
+        return outer
+
+    def _made(self) -> OuterState:
+        """The outer state, which need not be the same on all workers yet."""
+        if self._outer is None:
+            self._outer = self._new_state()
+        return self._outer
+
+    def _new_state(self) -> OuterState:
+        session = self.model._autopar
+        if session.first is None:
+            raise AutoparError("layouts are not decided yet: call the model once, or pass batch= to parallelize()")
+        session.require_values()
+        tensors = self._tensors()
+        if self.settings is None:
+            self.settings = chosen(self.model, tensors, self._wanted)
+            logger.info("local steps: %s", self.settings)
+        sizes = {n: p.numel() for n, p in self.model.named_parameters() if n in tensors}
+        self._fragments = split_in_fragments(sizes, self.settings.fragments)
+        device = torch.device("cpu") if self._host else session.context.device
+        if self._host and session.context.device.type != "cpu":
+            self._group = self._host_group()
+        return OuterState(tensors, self._fragments, device)
+
+    def _host_group(self) -> ProcessGroup:
+        """A group that sends from host memory."""
+        everyone = self._workers.everyone
+        with everyone.during("making the process group of outer exchanges"):
+            ranks = dist.get_process_group_ranks(self._workers.group)
+            group: ProcessGroup = dist.new_group(
+                ranks, timeout=timedelta(seconds=everyone.timeout), backend="gloo", use_local_synchronization=True
+            )
+        everyone.groups.append(group)
+        return group
+
+    def _require_same(self, outer: OuterState) -> None:
+        """Check that workers begin at the same parameters, in the same layouts.
+
+        Raises:
+            RankError: they do not; names the rank.
+        """
+        layouts = [(name, tuple(t.shape), str(t.dtype)) for name, t in outer.anchor.items()]
+        digest = hashlib.sha256(repr((layouts, self._fragments)).encode()).hexdigest()[:16]
+        # Shards differ within a worker: each rank is compared with those at its place in the other workers.
+        own = ("settings", str(self.settings)), ("the parameters' layouts", digest)
+        self._require_same_at_a_place((*own, ("the values agreed on", checksum(outer.anchor))), "the start")
+        self._compared = True
+
+    def _require_same_at_a_place(self, own: tuple[tuple[str, str], ...], what: str) -> None:
+        """Check that the ranks at one place in each worker have the same; every rank of all workers calls it.
+
+        Raises:
+            RankError: two do not.
+        """
+        first: dict[Any, tuple[int, Any]] = {}
+        given = self.model._autopar.context.coordinates, own
+        for rank, (place, rest) in enumerate(self._workers.everyone.gather(given, f"{what} of local steps")):
+            other, expected = first.setdefault(place, (rank, rest))
+            for (name, has), (_, known) in zip(rest, expected, strict=True):
+                if has != known:
+                    raise RankError(
+                        f"{name} of local steps differ: rank {rank} has {has}, rank {other} has {known}; make them "
+                        "with the same arguments, and start workers from the same weights or checkpoint"
+                    )
+
+    def _before(self) -> None:
+        """Before an optimizer's step."""
+        if self.model._autopar.deferred.is_aside:  # a step that only allocates state
+            return
+        self._begun()
+        assert self.settings is not None
+        if self.steps < self.settings.synchronous:
+            self._average_gradients()
+
+    def _average_gradients(self) -> None:
+        """Replace each gradient by the mean over workers."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        have = hashlib.sha256(repr([p.grad is not None for p in parameters]).encode()).hexdigest()[:6]
+        what = f"synchronous step {self.steps + 1} of {self.model._autopar.name}"
+        # Not a detail of the meeting: ranks of different stages have gradients of different parameters.
+        self._require_same_at_a_place(((f"which parameters have gradients in {what}", have),), what)
+        with self._workers.everyone.during(what):
+            for parameter in parameters:
+                if parameter.grad is None or not to_local(parameter.grad).numel():
+                    continue
+                local = to_local(parameter.grad)
+                mean = local.contiguous()
+                dist.all_reduce(mean, group=self._workers.group)
+                local.copy_(mean / self._workers.count)
+                self.bytes_sent += sent_bytes(mean.numel(), mean.itemsize, self._workers.count, None)
+
+    def _after(self) -> None:
+        """After an optimizer's step."""
+        if self.model._autopar.deferred.is_aside:
+            return
+        outer, settings = self._begun(), self.settings
+        assert settings is not None
+        self.steps += 1
+        apart = self.steps - settings.synchronous
+        if apart < 0:
+            return
+        if apart == 0:  # workers are where synchronous training has brought them all
+            self._outer = self._new_state()
+            self._require_same(self._outer)
+            return
+        used, sent = settings.turns(apart)
+        if settings.delay and used is not None:
+            self._use(used, settings.mix)
+        if sent is not None:
+            self._send(sent, outer)
+            if not settings.delay:
+                self._use(sent, settings.mix)
+
+    def _send(self, fragment: int, outer: OuterState) -> None:
+        assert self.settings is not None
+        tensors = self._tensors()
+        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in outer.anchor.items()}:
+            raise AutoparError(
+                "other parameters are trained than when local steps began: freeze and unfreeze them before the first "
+                "step, or make new LocalSteps after detach() and synchronize()"
+            )
+        self.exchanges += 1
+        what = f"outer exchange {self.exchanges} of {self.model._autopar.name}"
+        details = (("the fragment", str(fragment)), ("local steps", str(self.steps)), ("settings", str(self.settings)))
+        self._workers.everyone.meet(what, details)
+        with self._workers.everyone.during(what):
+            difference = outer.difference(fragment, tensors)
+            self._in_flight[fragment] = send(fragment, difference, self._group, self.settings.bits)
+        count, itemsize = difference.numel(), difference.itemsize
+        self.bytes_sent += sent_bytes(count, itemsize, self._workers.count, self.settings.bits) if count else 0
+
+    def _use(self, fragment: int, mix: float) -> None:
+        """Take what was sent of a fragment, unless it has been taken already."""
+        if fragment not in self._in_flight:
+            return
+        assert self._outer is not None and self.settings is not None
+        with self._workers.everyone.during(f"the mean of fragment {fragment}"):
+            mean = self._in_flight.pop(fragment).wait()
+        self._outer.apply(fragment, self._tensors(), mean, self.settings, mix)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save, see `autopar.low_communication.saved_state`; every rank calls it."""
+        from autopar.low_communication.saved_state import saved_state
+
+        return saved_state(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as `state_dict` has it; every rank calls it, and layouts must be decided."""
+        from autopar.low_communication.saved_state import load_saved_state
+
+        load_saved_state(self, state)
+
+
+__all__ = ["AUTO", "LocalSteps"]

@@ -1,0 +1,98 @@
+"""What a checkpoint holds of `LocalSteps`: the outer state as DTensors in the parameters' layouts, and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from autopar.low_communication.exchange import InFlight
+from autopar.runtime.dtensor import in_layout, local_like, redistribute, to_local
+from autopar.runtime.state.stage_tensor import StageTensor, with_owner
+from autopar.runtime.state.state_dict import savable
+
+if TYPE_CHECKING:
+    from autopar.low_communication.local_steps import LocalSteps
+
+ANCHOR, MOMENTUM, MEAN = "anchor", "momentum", "mean"
+
+
+def saved_state(steps: LocalSteps) -> dict[str, Any]:
+    """Counters, and tensors by name: what the workers agreed on, the outer momentum, means that are in flight.
+
+    Every rank calls it: it waits for what is in flight, which is used when its turn comes.
+    """
+    outer = steps._made()
+    with steps._workers.everyone.during("the outer exchanges in flight"):
+        means = {f: flight.wait() for f, flight in steps._in_flight.items()}
+    steps._in_flight = {f: _arrived(f, mean) for f, mean in means.items()}
+    found = {ANCHOR: outer.anchor, MOMENTUM: outer.momentum}
+    if steps.settings is not None and steps.settings.delay:
+        # Always all of them: what is loaded into must have the same names.
+        found[MEAN] = {name: torch.zeros_like(t) for name, t in outer.anchor.items()}
+        for fragment, mean in means.items():
+            names = steps._fragments[fragment]
+            parts = torch.split(mean, [outer.anchor[n].numel() for n in names])
+            found[MEAN] |= {n: p.view_as(outer.anchor[n]) for n, p in zip(names, parts, strict=True)}
+    tensors = {f"{kind}.{n}": _saved(steps, n, t) for kind, own in found.items() for n, t in own.items()}
+    return {
+        "settings": str(steps.settings), "steps": steps.steps, "exchanges": steps.exchanges,
+        "in_flight": sorted(means), "tensors": tensors,
+    }  # fmt: skip
+
+
+def _arrived(fragment: int, mean: torch.Tensor) -> InFlight:
+    return InFlight(fragment, lambda: mean)
+
+
+def _saved(steps: LocalSteps, name: str, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of the outer state in the parameter's layout, in shards that checkpoints can hold."""
+    parameter: torch.Tensor = steps.model.get_parameter(name)
+    if not isinstance(parameter, DTensor):
+        return local.clone()
+    session = steps.model._autopar
+    tensor = local_like(local.to(parameter.device, copy=True), parameter)
+    tensor = with_owner(tensor, parameter.owner_stage if isinstance(parameter, StageTensor) else None)
+    return savable(tensor, session.types().get(name), session.context)
+
+
+def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
+    """Take over what `saved_state` gave, or a checkpoint of it; every rank calls it.
+
+    Raises:
+        AutoparError: it is of other settings or parameters.
+    """
+    outer = steps._outer = steps._new_state()
+    own, saved = str(steps.settings), state["settings"]
+    if own != saved:
+        raise AutoparError(f"these local steps have {own}, and what is loaded has {saved}; make them with the same")
+    kinds = {ANCHOR: outer.anchor, MOMENTUM: outer.momentum}
+    means = {name: torch.zeros_like(t) for name, t in outer.anchor.items()}
+    if state["in_flight"]:
+        kinds[MEAN] = means
+    for kind, tensors in kinds.items():
+        for name, tensor in tensors.items():
+            if f"{kind}.{name}" not in state["tensors"]:
+                raise AutoparError(f"what is loaded has no {kind} of {name!r}: it is of another model")
+            tensor.copy_(_own_shard(steps, name, state["tensors"][f"{kind}.{name}"]))
+    steps.steps, steps.exchanges = state["steps"], state["exchanges"]
+    steps._in_flight = {}
+    for fragment in state["in_flight"]:
+        mean = torch.cat([means[name].flatten() for name in steps._fragments[fragment]])
+        steps._in_flight[fragment] = _arrived(fragment, mean)
+    steps._require_same(outer)
+
+
+def _own_shard(steps: LocalSteps, name: str, value: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a saved tensor."""
+    parameter: torch.Tensor = steps.model.get_parameter(name)
+    session = steps.model._autopar
+    if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return value
+    known = session.types().get(name)
+    if known is not None:
+        return to_local(in_layout(value, known[0], known[1], session.context))
+    return to_local(redistribute(value, session.context, tuple(parameter.placements)))

@@ -1,0 +1,96 @@
+"""Role ``"local"``: an axis whose devices are workers that train apart, and exchange only now and then.
+
+Such an axis is left out of what is planned: each of its indices is a worker, with all of the other axes to itself, its
+part of the batch, and parameters of its own, which `autopar.LocalSteps` brings together every so many steps. That is
+not what synchronous training computes, so `Search(inexact=("local",))` must ask for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from autopar.costs.arguments import shown
+from autopar.ir.program import Program
+from autopar.search.formulation.axis_roles import LOCAL
+from autopar.sharding.dims import analyze
+
+Axes = tuple[tuple[str, int], ...]
+"""Name and size of each mesh axis, outermost first."""
+
+INEXACT = (LOCAL,)
+"""Choices that change numbers."""
+
+
+def check_inexact(inexact: tuple[str, ...], roles: Mapping[str, str]) -> None:
+    """Refuse a role that changes numbers unless it is asked for, and choices that do not exist.
+
+    Raises:
+        ValueError: names the axis or the choice.
+    """
+    for choice in inexact:
+        if choice not in INEXACT:
+            raise ValueError(f"inexact= names {shown(choice)}; there is {', '.join(INEXACT)} that changes numbers")
+    for axis, role in roles.items():
+        if role in INEXACT and role not in inexact:
+            raise ValueError(
+                f"roles= gives axis {axis!r} the role {role!r}: its workers train apart between exchanges, which is "
+                f"not equal to synchronous training; ask for that with inexact=({role!r},)"
+            )
+
+
+def exact_roles(roles: Mapping[str, str]) -> dict[str, str]:
+    """The roles within a worker."""
+    return {axis: role for axis, role in roles.items() if role != LOCAL}
+
+
+def worker_axes(roles: Mapping[str, str], axes: Mapping[str, int]) -> tuple[Axes, dict[str, int]]:
+    """The axis of the workers, none or one, and the axes within a worker.
+
+    Raises:
+        ValueError: the mesh has no such axis, several axes have the role, or the axis is not the outermost one.
+    """
+    named = [axis for axis, role in roles.items() if role == LOCAL]
+    for axis in named:
+        if axis not in axes:
+            raise ValueError(f"roles= names axis {axis!r}; the mesh has {', '.join(axes)}")
+    if len(named) > 1:
+        raise ValueError(f"roles= gives {len(named)} axes the role {LOCAL!r}; make them one axis")
+    if named and named[0] != next(iter(axes)):
+        raise ValueError(
+            f"axis {named[0]!r} has the role {LOCAL!r} and must be the outermost one of the mesh, which is "
+            f"{next(iter(axes))!r}: a worker's devices are neighbors"
+        )
+    outer = tuple((axis, axes[axis]) for axis in named)
+    return outer, {axis: size for axis, size in axes.items() if axis not in named}
+
+
+def worker_count(workers: Axes) -> int:
+    """How many workers there are; 1 without the role."""
+    return math.prod(size for _, size in workers)
+
+
+def require_rows(program: Program, split: Sequence[int]) -> None:
+    """Check that what was split among workers are samples: one dim of the program.
+
+    Args:
+        program: of one worker's part of the batch.
+        split: numbers of the batch tensors that were split along dim 0.
+
+    Raises:
+        ValueError: two of them have nothing to do with each other.
+    """
+    if not split:
+        return
+    dims = analyze(program)
+    used = {i.name: n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "batch"}
+    found: dict[int, str] = {}
+    for name in map(str, split):
+        if name in used and used[name].users and (dim := dims.types[used[name], 0].dims[0]):
+            found.setdefault(id(dim[0]), name)
+    if len(found) > 1:
+        first, second = list(found.values())[:2]
+        raise ValueError(
+            f"batch tensors {first} and {second} have as many rows, and the model does not use these as one dim: which "
+            "are samples, to be split among workers (role 'local')? Pass each worker its own part with inputs=\"local\""
+        )

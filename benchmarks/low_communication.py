@@ -1,0 +1,282 @@
+"""Workers that train apart: what they send across a slow link, how fast they are, and what their loss is.
+
+Four Gloo processes are two workers of two devices, in a network namespace each, and the link between the namespaces
+carries so many Mbit/s (root and iproute2 needed; skipped without). A language model is trained synchronously (hsdp:
+gradients go across the link in every step), with DiLoCo and streaming DiLoCo of 50 local steps, and without any
+exchange; they take turns, and the fastest round of each counts. Bytes are those that the interface of the first
+namespace has sent.
+
+With ``--loss``, in one process: the loss of a tiny language model over the bytes of this repository's text, against the
+tokens it has seen, synchronously and with four workers that train apart, for three seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from predicted_time import member, run, shaped  # noqa: E402
+
+EVERY = 50
+SYNCHRONOUS, ALONE = "synchronous", "no exchange"
+APART: dict[str, dict[str, Any]] = {
+    "DiLoCo": {"every": EVERY},
+    "streaming": {"every": EVERY, "fragments": 4, "delay": 5},
+    "streaming, 4 bits": {"every": EVERY, "fragments": 4, "delay": 5, "bits": 4},
+}
+WORDS, WIDTH, BLOCKS, LENGTH, ROWS = 256, 64, 4, 64, 32
+WORKERS, SEEDS, STEPS, LOSSES, ROUND = 4, 3, 300, 100, 20
+EXCHANGING: dict[str, float] = {}
+"""Seconds that this process has spent in exchanges, waiting for the other worker included."""
+
+CURVES: dict[str, dict[str, Any] | None] = {
+    SYNCHRONOUS: None,
+    "local SGD": {"every": ROUND, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "DiLoCo": {"every": ROUND},
+    "streaming": {"every": ROUND, "fragments": 4, "delay": 2, "mix": 0.5},
+    "streaming, 4 bits": {"every": ROUND, "fragments": 4, "delay": 2, "mix": 0.5, "bits": 4},
+}
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rate", type=float, default=50.0, metavar="MBIT", help="Mbit/s of the link (default: 50)")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
+    parser.add_argument("--loss", action="store_true", help="loss against tokens, in one process")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--work", metavar="FOLDER", help=argparse.SUPPRESS)  # one of the processes
+    options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}
+    if options.work:
+        work(Path(options.work), options.rounds)
+        return
+    if options.loss:
+        curves = losses()
+        print(json.dumps(curves, indent=1) if options.json else curve_table(curves))
+        return
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        print("skipped: a slow link needs root and iproute2 (ip, tc)")
+        return
+    with tempfile.TemporaryDirectory() as folder, shaped(options.rate) as prefixes:
+        (Path(folder) / "plans.json").write_text("[]")
+        run([__file__, "--work", folder, "--rounds", str(options.rounds)], prefixes, 1200.0)
+        rows = json.loads((Path(folder) / "rows.json").read_text())
+        print(json.dumps(rows, indent=1) if options.json else table(rows))
+
+
+def work(folder: Path, rounds: int) -> None:
+    """One process: a round of each in turn."""
+    import torch
+    import torch.distributed as dist
+
+    with member(folder) as (mesh, rows):
+        runs = {name: trainer(mesh, name) for name in (SYNCHRONOUS, ALONE, *APART)}
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        sent: dict[str, list[float]] = {name: [] for name in runs}
+        exchanging: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(-1, rounds):  # the first warms
+            for name, step in runs.items():
+                count = EVERY if name != SYNCHRONOUS else 10
+                count = count if turn >= 0 else 2
+                dist.barrier()
+                before, earlier, start = bytes_sent(), EXCHANGING.get(name, 0.0), time.perf_counter()
+                for _ in range(count):
+                    step()
+                taken = torch.tensor(time.perf_counter() - start)
+                dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+                if turn >= 0:
+                    seconds[name].append(float(taken) / count)
+                    sent[name].append((bytes_sent() - before) / count)
+                    exchanging[name].append((EXCHANGING.get(name, 0.0) - earlier) / count)
+        rows += [
+            {
+                "training": n, "seconds": min(seconds[n]), "bytes": statistics.median(sent[n]),
+                "exchanging": min(exchanging[n]),
+            }
+            for n in runs
+        ]  # fmt: skip
+
+
+def trainer(mesh: Any, name: str) -> Callable[[], None]:
+    """A step of training."""
+    import torch
+
+    import autopar
+
+    outer, inner = mesh.mesh_dim_names
+    apart = autopar.Search(roles={outer: "local", inner: "shard"}, inexact=("local",))
+    search = autopar.Search(recipe="hsdp") if name == SYNCHRONOUS else apart
+    model = autopar.parallelize(language_model(0), mesh, batch_of(0), search=search)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if name in APART:
+        # Hooks run in the order in which they are registered: these are around the exchange.
+        began = [0.0]
+        optimizer.register_step_post_hook(lambda *_: began.__setitem__(0, time.perf_counter()))
+        autopar.LocalSteps(model, optimizer, **APART[name])
+        optimizer.register_step_post_hook(
+            lambda *_: EXCHANGING.__setitem__(name, EXCHANGING.get(name, 0.0) + time.perf_counter() - began[0])
+        )
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        optimizer.zero_grad()
+        model(**batch_of(done)).backward()
+        optimizer.step()
+        done += 1
+
+    return step
+
+
+def bytes_sent() -> int:
+    """By the interface to the other namespace, all processes together."""
+    name = os.environ["GLOO_SOCKET_IFNAME"]
+    return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+
+
+def language_model(seed: int, width: int = WIDTH, blocks: int = BLOCKS) -> Any:
+    """A language model over bytes, which returns its loss."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1))
+            x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            return x + self.down(gelu(self.up(self.norms[1](x))))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
+            self.layers = nn.ModuleList(Block() for _ in range(blocks))
+            self.head = nn.Linear(width, WORDS)
+
+        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            x = self.words(tokens) + self.places.weight
+            for layer in self.layers:
+                x = layer(x)
+            return cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(seed)
+    return Model()
+
+
+def batch_of(number: int, rows: int = ROWS, seed: int = 0, validation: bool = False) -> dict[str, Any]:
+    """Lines of bytes of this repository's text, and the bytes after them; the last tenth is for validation."""
+    import torch
+
+    text = _text()
+    cut = len(text) * 9 // 10
+    part = text[cut:] if validation else text[:cut]
+    generator = torch.Generator().manual_seed(1_000_000 * seed + number)
+    starts = torch.randint(0, len(part) - LENGTH - 1, (rows,), generator=generator)
+    lines = torch.stack([part[i : i + LENGTH + 1] for i in starts.tolist()])
+    return {"tokens": lines[:, :-1].contiguous(), "labels": lines[:, 1:].contiguous()}
+
+
+_known: list[Any] = []
+
+
+def _text() -> Any:
+    import torch
+
+    if not _known:
+        files = sorted((ROOT / "docs").glob("*.md"))
+        _known.append(torch.tensor(list("\n".join(f.read_text() for f in files).encode("ascii", "ignore"))))
+    return _known[0]
+
+
+def losses() -> list[dict[str, Any]]:
+    """Loss on validation text after so many tokens, of each way of training and seed."""
+    import torch
+
+    torch.set_num_threads(1)
+    found = []
+    for seed in range(SEEDS):
+        for name in CURVES:
+            print(f"seed {seed}: {name}", file=sys.stderr)
+            found.append({"training": name, "seed": seed, "losses": curve(name, seed)})
+    return found
+
+
+def curve(name: str, seed: int) -> list[tuple[int, float]]:
+    """Tokens and loss: of worker 0 where there are several."""
+    import torch
+
+    from autopar.low_communication.emulate import EmulatedWorkers
+
+    settings, rows = CURVES[name], 8
+    count = WORKERS if settings else 1
+    first = language_model(seed, 64, 2)
+    models = [copy.deepcopy(first) for _ in range(count)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in models]
+    workers = EmulatedWorkers(models, **settings) if settings else None
+    held_out = batch_of(0, 128, seed, validation=True)
+    points = []
+    for step in range(STEPS):
+        batch = batch_of(step, WORKERS * rows, seed)
+        share = WORKERS * rows // count
+        for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            model(**{k: v[i * share : (i + 1) * share] for k, v in batch.items()}).backward()
+            optimizer.step()
+        if workers is not None:
+            workers.step()
+        if (step + 1) % LOSSES == 0:
+            with torch.no_grad():
+                points.append(((step + 1) * WORKERS * rows * LENGTH, float(models[0](**held_out))))
+    return points
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Seconds and bytes of a step, beside synchronous training and training without exchanges."""
+    by_name = {r["training"]: r for r in rows}
+    synchronous, alone = by_name[SYNCHRONOUS], by_name[ALONE]
+    heads = f"{'ms a step':>10} {'exchanging':>11} {'KiB a step':>11} {'of synchronous bytes':>21} {'over none':>10}"
+    lines = [f"{'training':<20} {heads}"]
+    for r in rows:
+        share, slower = r["bytes"] / synchronous["bytes"], r["seconds"] / alone["seconds"]
+        figures = f"{1e3 * r['seconds']:10.1f} {1e3 * r['exchanging']:11.1f} {r['bytes'] / 1024:11.1f}"
+        lines.append(f"{r['training']:<20} {figures} {f'1/{1 / share:.1f}' if share else '0':>21} {slower:10.3f}")
+    return "\n".join(lines)
+
+
+def curve_table(curves: list[dict[str, Any]]) -> str:
+    """Mean loss over seeds, and the largest distance from it."""
+    tokens = [t for t, _ in curves[0]["losses"]]
+    lines = [f"{'training':<20}" + "".join(f"{f'{t:,} tokens':>22}" for t in tokens)]
+    for name in CURVES:
+        own = [c["losses"] for c in curves if c["training"] == name]
+        cells = []
+        for i in range(len(tokens)):
+            values = [points[i][1] for points in own]
+            mean = statistics.mean(values)
+            cells.append(f"{mean:.3f} ± {max(abs(v - mean) for v in values):.3f}")
+        lines.append(f"{name:<20}" + "".join(f"{c:>22}" for c in cells))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Workers of one process against the reference of each recurrence, step by step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.low_communication.emulate import EmulatedWorkers
+from tests.distributed.models import mlp, mlp_batch
+from tests.low_communication.cases import CASES, OPTIMIZERS
+from tests.low_communication.reference import largest_difference, run
+
+STEPS, WORKERS = 13, 3
+
+
+def batches(step: int, worker: int) -> dict[str, torch.Tensor]:
+    return mlp_batch(WORKERS * step + worker, rows=4)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", [name for name, (given, _) in CASES.items() if "synchronous" not in given])
+def test_equals_the_reference(case: str, optimizer: str) -> None:
+    given, algorithm = CASES[case]
+    expected = run(mlp(), OPTIMIZERS[optimizer], batches, WORKERS, STEPS, algorithm)
+    models = [mlp() for _ in range(WORKERS)]
+    inner = [OPTIMIZERS[optimizer](m) for m in models]
+    emulated = EmulatedWorkers(models, **{"mix": 0.5 if given.get("delay") else 0.0} | given)
+    apart = 0.0
+    for step in range(STEPS):
+        for worker, (model, own) in enumerate(zip(models, inner, strict=True)):
+            model.zero_grad()
+            model(**batches(step, worker))["loss"].backward()
+            own.step()
+        emulated.step()
+        for worker, model in enumerate(models):
+            now = {n: p.detach() for n, p in model.named_parameters()}
+            assert largest_difference(now, expected[step][worker]) < 1e-12
+        apart = max(apart, largest_difference(dict(models[0].named_parameters()), expected[step][1]))
+    assert apart > 1e-3  # workers do train apart
+
+
+def test_quantized_exchanges_move_as_the_exact_ones_within_the_bound() -> None:
+    """One exchange of a known difference: the anchor moves by its quantized mean."""
+    for bits, largest in ((8, 127), (4, 7)):
+        models = [mlp().float() for _ in range(2)]
+        emulated = EmulatedWorkers(models, every=1, outer_lr=1.0, outer_momentum=0.0, bits=bits)
+        before = copy.deepcopy(models[0])
+        with torch.no_grad():
+            for i, model in enumerate(models):
+                for p in model.parameters():
+                    p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+        means = [(a + b).detach() / 2 for a, b in zip(*(m.parameters() for m in models), strict=True)]
+        emulated.step()
+        assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
+        far = 5.0 / (2 * largest)  # no normal number of these is above 5
+        for p, mean, old in zip(models[0].parameters(), means, before.parameters(), strict=True):
+            assert float((p.detach() - mean).abs().max()) <= far
+            assert not torch.equal(p, old)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"every": True}, "every=True"),
+        ({"every": 2, "fragments": 3}, "at most one is sent in a step"),
+        ({"every": 4, "fragments": 3}, "the model has 2 blocks"),
+        ({"every": 2, "delay": 2}, "before it is sent again"),
+        ({"every": 2, "mix": 1.0}, "would never meet"),
+        ({"every": 2, "outer_momentum": 1.0}, "below 1"),
+        ({"every": 2, "outer_lr": 0.0}, "outer_lr=0.0"),
+        ({"every": 2, "bits": 3}, "8 or 4"),
+        ({"every": 2, "bits": 8}, "float64"),
+        ({"every": 2, "synchronous": 1}, "average these yourself"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EmulatedWorkers([mlp(), mlp()], **settings)
+
+
+def test_workers_begin_alike() -> None:
+    other = mlp()
+    torch.nn.init.zeros_(other.up.weight)  # type: ignore[union-attr,arg-type]
+    with pytest.raises(ValueError, match="worker 1 does not begin"):
+        EmulatedWorkers([mlp(), other], every=2)
