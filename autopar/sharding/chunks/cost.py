@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.costs.chunks import MOST_UNITS, best_chunks
 from autopar.costs.kernels import kernel_seconds, product, stream
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import Collective
 from autopar.sharding.chunks.sites import GATHER, REDUCE, Site
+from autopar.sharding.chunks.sizes import MOST_UNITS, best_chunks
 from autopar.sharding.node_seconds import NodeSeconds
 
 LEAST_GAIN = 0.05

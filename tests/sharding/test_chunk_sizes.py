@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from autopar.costs.chunks import best_chunks
+from autopar.sharding.chunks.sizes import best_chunks
 
 
 def compositions(units: int) -> Iterator[tuple[int, ...]]:
