@@ -103,6 +103,7 @@ def require_equal(found: Any, expected: Any) -> None:
     assert max(float((state[k] - v).abs().max()) for k, v in values.items()) < TOLERANCE
 
 
+@pytest.mark.deep
 def test_a_run_goes_on_with_other_ranks(four: Ranks, two: Ranks, tmp_path: Path) -> None:
     """Losses, norms, rates and metrics of 20 steps; a checkpoint of four ranks on two, and on one without autopar."""
     expected = train(0, 1, str(tmp_path / "plain"))

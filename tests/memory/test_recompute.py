@@ -89,7 +89,7 @@ def test_three_kinds_of_blocks_of_a_model_that_is_captured_in_part() -> None:
 @pytest.mark.parametrize(
     ("name", "solver", "budget"),
     [
-        ("gpt2", "dp", 0.2),
+        pytest.param("gpt2", "dp", 0.2, marks=pytest.mark.deep),
         pytest.param("vit", "dp", 0.5, marks=pytest.mark.deep),
         pytest.param("llama", "dp", 0.2, marks=pytest.mark.deep),
         pytest.param("llama", "greedy", 0.2, marks=pytest.mark.deep),

@@ -90,7 +90,12 @@ def test_modules_hand_on_what_they_return(name: str) -> None:
         ({"a": 2}, {"*.mlp": "S(1)"}, {"model.layers.0.mlp": {("S(1.0)",), ("S(0.1)",)}}),
         ({"a": 2}, {"*.q_proj": "S(2)", "*.mlp": "R"}, {"model.layers.0.self_attn.q_proj": {("S(1.0)",)}}),
         ({"a": 2}, {"*.rotary_emb:1": "S(1)", "model.norm": "R"}, {"model.rotary_emb:1": {("S(1.0)",)}}),
-        ({"a": 2, "b": 2}, {"*.layers.[01]": ("S(0)", "S(1)")}, {"model.layers.0": {("S(0.0)", "S(1.0)")}}),
+        pytest.param(
+            {"a": 2, "b": 2},
+            {"*.layers.[01]": ("S(0)", "S(1)")},
+            {"model.layers.0": {("S(0.0)", "S(1.0)")}},
+            marks=pytest.mark.deep,
+        ),
         ({"a": 2, "b": 2}, {"*.act_fn": {"b": "S(2)"}}, {"model.layers.0.mlp.act_fn": {("R", "S(2.0)")}}),
     ],
 )

@@ -350,6 +350,7 @@ def test_the_sequence_of_one_sample_is_split() -> None:
     assert report.max_error < 1e-10, report.worst
 
 
+@pytest.mark.deep
 def test_a_recipe_that_does_not_fit_is_compared_with_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     """What users would do next; one that does not fit even so says what it needs then."""
     layers = [m for _ in range(2) for m in (torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))]
