@@ -108,6 +108,7 @@ def test_pins_leave_axes_to_the_search() -> None:
     assert objectives[0] <= objectives[1] * 1.001 and objectives[1] <= objectives[2] * 1.001
 
 
+@pytest.mark.deep
 def test_open_pins_of_tied_layers_hold_for_all() -> None:
     program, _, _ = models.captured("gpt2", layers=2, seq=4)
     first, second = (f"transformer.h.{n}.mlp.c_fc.bias" for n in (0, 1))

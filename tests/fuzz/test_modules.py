@@ -14,8 +14,8 @@ from tests.fuzz.piece import At
 from tests.fuzz.render import script, source
 from tests.fuzz.shrink import shrunk, smaller_than
 
-ONE = 100
-"""Modules on one device in `make test`, and with random plans as many."""
+ONE, PLANS = 100, 60
+"""Modules in `make test`: on one device, and under random plans."""
 
 CHUNK = 10
 
@@ -65,7 +65,7 @@ def test_modules_on_one_device(first: int) -> None:
     check("one", first, CHUNK)
 
 
-@pytest.mark.parametrize("first", chunks(DEEP_PLANS, ONE))
+@pytest.mark.parametrize("first", chunks(DEEP_PLANS, PLANS))
 def test_modules_under_random_plans(first: int) -> None:
     check("plans", first, CHUNK)
 

@@ -189,6 +189,7 @@ def test_what_is_in_flight_must_fit() -> None:
     assert not with_overlap(replace(roomy, overlap=False), part, link, None).overlap  # it is no faster
 
 
+@pytest.mark.deep
 def test_a_deep_model_keeps_its_stages() -> None:
     """Three of its layers are captured, and the peak is that of the stages that were found."""
     from autopar.compiler import plan as plan_model

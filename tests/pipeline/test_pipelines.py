@@ -169,6 +169,7 @@ def test_every_operator_of_the_backward_runs_once() -> None:
     assert len(cutting.returned(0)) == len(cutting.received(1))
 
 
+@pytest.mark.deep
 def test_a_stage_makes_again_what_it_takes() -> None:
     """Masks and rotary embeddings, recomputed for all layers, must not draw the backward pass to the first stage."""
     model, batch = zoo.llama(layers=2, batch=16)

@@ -159,6 +159,7 @@ def mixture(layers: int) -> Program:
     return program_of(model, {"input_ids": ids, "labels": ids})
 
 
+@pytest.mark.deep
 def test_a_layer_that_is_gathered_in_several_hops_takes_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathers over nodes, an exchange, gathers within: kernels between them stood behind what they waited for.
 
