@@ -813,6 +813,6 @@ def new_fake_results() -> Iterator[list[Any]]:
 
 
 def forget_fake_results(keys: Iterable[Any]) -> None:
-    """Take results out of torch's cache, which keeps all; who asks for them again has them computed again."""
+    """Take results out of torch's cache, which keeps all; who asks for them next recomputes them."""
     for key in keys:
         FakeTensorMode.cache.pop(key, None)

@@ -12,6 +12,7 @@ from autopar.ir.program import Program
 from autopar.search.axis_by_axis import bound_by_axes
 from autopar.search.budget.budget_problem import BudgetProblem, peak_bytes
 from autopar.search.budget.cutoff import PrunedError
+from autopar.search.budget.tighten import HOPELESS
 from autopar.search.budget.within_budget import plan_by_axes, plan_by_products, plan_within
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
@@ -32,9 +33,6 @@ EXACT_AXES = 3
 
 WITHIN_AXES = 2
 """So are, on up to this many axes, layouts and what is saved, where a budget binds."""
-
-HOPELESS = 1.25
-"""Where the plan of least memory needs this multiple of the budget with nothing in flight, no other is looked for."""
 
 ROUNDS = 4
 """At most so many weights of kernels and communication are tried."""

@@ -146,8 +146,8 @@ def _with_states(
     def is_view(node: fx.Node) -> bool:
         return dims.operators[node].rule.view
 
-    moved_again = not_saved_relaid | _moved_for_recomputed(program, assignment, not_saved)
-    recompute = find_recomputed(program, in_forward | not_saved_relaid, not_saved, moved_again, per_use, is_view)
+    regathered = not_saved_relaid | _regathered_for_recomputed(program, assignment, not_saved)
+    recompute = find_recomputed(program, in_forward | not_saved_relaid, not_saved, regathered, per_use, is_view)
     offload = find_offloaded(program, sent, sent_relaid, recompute, in_forward & set(moves))
     inputs = zip(program.placeholders, program.inputs, strict=True)
     states = frozenset(i.name for n, i in inputs if i.kind == "parameter" and named(plan.offload, n))
@@ -158,10 +158,10 @@ def _with_states(
     )  # fmt: skip
 
 
-def _moved_for_recomputed(program: Program, assignment: Assignment, not_saved: Collection[fx.Node]) -> set[Value]:
+def _regathered_for_recomputed(program: Program, assignment: Assignment, not_saved: Collection[fx.Node]) -> set[Value]:
     """Values without a consumer layout that a recomputed operator reads in another layout than they have.
 
-    They are moved once more: what the forward pass has moved would be saved as moved, which no state says.
+    They are re-gathered in the backward pass: else they would be saved in the other layout, which no state says.
     """
     backward = {s for node, sources in program.sources.items() if is_backward(node) for s in sources}
     others = (

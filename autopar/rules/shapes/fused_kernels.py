@@ -78,19 +78,19 @@ class _Kernels:
         self.program, self.rule = program, rule
         self.of: dict[fx.Node, int] = {}
         self.members: list[list[fx.Node]] = []
-        self.behind: dict[fx.Node, int] = {}
+        self.depends_on: dict[fx.Node, int] = {}
         """Kernels, as bits, that what an operator makes depends on, its own included."""
 
     def add(self, node: fx.Node) -> None:
         makers = [value[0] for value in self._read(node)]
         before = 0
         for maker in makers:
-            before |= self.behind.get(maker, 0)
+            before |= self.depends_on.get(maker, 0)
         if _loop(node) and not self.rule(node).view:
             self.of[node] = own = self._joined(node, makers)
             self.members[own].append(node)
             before |= 1 << own
-        self.behind[node] = before
+        self.depends_on[node] = before
 
     def _joined(self, node: fx.Node, makers: Sequence[fx.Node]) -> int:
         """The number of the kernel that an operator is in, perhaps a new one."""
@@ -99,7 +99,7 @@ class _Kernels:
             if kernel is None or not self._alike(self.members[kernel][0], node):
                 continue
             # What joins a kernel later may depend on more than its first members do: this is a cost, not an order.
-            if not any(self.behind.get(m, 0) >> kernel & 1 for m in makers if self.of.get(m) != kernel):
+            if not any(self.depends_on.get(m, 0) >> kernel & 1 for m in makers if self.of.get(m) != kernel):
                 return kernel
         self.members.append([])
         return len(self.members) - 1

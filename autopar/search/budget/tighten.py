@@ -38,7 +38,8 @@ NEAR = 1.5
 """Where no plan fits and one needs less than this multiple of the budget, its layouts are kept and states change."""
 
 HOPELESS = 1.25
-"""Where the plan that saves least needs this multiple of the budget, a pipeline stage is given up."""
+"""Where the plan of least memory needs this multiple of the budget, no more is tried: of a pipeline stage at once, else
+where a further constraint leads to no less, or nothing is in flight."""
 
 SMALL = 1500
 """Problems of at most this many labels go to the ILP with the memory constraint, where multipliers leave a gap."""

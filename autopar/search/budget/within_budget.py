@@ -20,16 +20,13 @@ from autopar.search.budget.budget_problem import BudgetProblem, missing, peak_by
 from autopar.search.budget.cutoff import NO_CUTOFF
 from autopar.search.budget.lagrangian import fits, solve
 from autopar.search.budget.memory_constraint import MemoryConstraint
-from autopar.search.budget.tighten import CLOSE, best_within, least_mix, lesser, same_candidates, tightened
+from autopar.search.budget.tighten import CLOSE, HOPELESS, best_within, least_mix, lesser, same_candidates, tightened
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Solution, evaluate
-
-FAR = 1.25
-"""Where a further constraint leads to no less than this multiple of the budget, no more constraints are tried."""
 
 POINTS = 3
 """At most this many program points have a constraint."""
@@ -165,7 +162,7 @@ def _fitting(searched: BudgetProblem, saved: MemoryConstraint, bound: float, met
         bound = found
         better = least is None or peak_bytes(plan) < CLOSE * peak_bytes(least)
         least = lesser(least, plan)
-        if not better and (searched.impossible or peak_bytes(least) > FAR * memory):
+        if not better and (searched.impossible or peak_bytes(least) > HOPELESS * memory):
             break
         if not constraints and not on_device and (better or not capped) and not searched.limits.expired():
             # What is left over is transient: half of what the largest operator works on may not be live at a time.
