@@ -38,6 +38,7 @@ MOST_BYTES, MOST_IN_A_LINE = 2**18, 1000
 
 _OPTIONAL = ("efficiency", "fused", "units", "ramp", "streaming", "host", "host_bandwidth", "copies")
 _FIGURES = ("memory", "bandwidth", "launch", *_OPTIONAL)
+_LINK_OPTIONAL = ("copies", "contention", "wait", "occupies")
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ class Cluster:
             lines += ["", header, f"name = {_quote(link.name)}"]
             lines += [f"bandwidth = {link.bandwidth!r}", f"latency = {link.latency!r}"]
             lines += [f"algorithms = [{', '.join(map(_quote, link.algorithms))}]"]
-            lines += [f"{key} = {getattr(link, key)!r}" for key in ("copies", "contention") if getattr(link, key)]
+            lines += [f"{key} = {getattr(link, key)!r}" for key in _LINK_OPTIONAL if getattr(link, key)]
         return "\n".join(lines) + "\n"
 
     def fingerprint(self) -> str:

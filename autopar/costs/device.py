@@ -131,6 +131,10 @@ class Link:
             other set of such groups elsewhere, as every stage of a pipeline has one, it waits besides for ``contention
             / g`` of the time in which one card would send its bytes. 0: they share without loss. Groups with one
             device a node have a card each.
+        wait: seconds for which kernels that need a collective wait besides, until the last of its devices has its turn:
+            where processes share cores, milliseconds.
+        occupies: share of a collective's seconds for which it takes the device from the kernels beside it: a library on
+            a CPU runs on the same cores. They take so much longer; 0: it hides behind them for nothing.
         neighbors: how many devices of the group are in each node; what `Cluster.link_for` finds out, not stated.
 
     Raises:
@@ -143,6 +147,8 @@ class Link:
     algorithms: tuple[str, ...] = ("ring",)
     copies: float = 0.0
     contention: float = 0.0
+    wait: float = 0.0
+    occupies: float = 0.0
     neighbors: int = 1
 
     def __post_init__(self) -> None:
@@ -156,8 +162,10 @@ class Link:
         object.__setattr__(self, "algorithms", tuple(n for n in ALGORITHMS if n in self.algorithms))
         for key in ("bandwidth", "latency"):
             object.__setattr__(self, key, _positive(key, getattr(self, key)))
-        for key in ("copies", "contention"):
+        for key in ("copies", "contention", "wait", "occupies"):
             object.__setattr__(self, key, _not_negative(key, getattr(self, key)))
+        if self.occupies > 1:
+            raise ValueError(f"occupies is a share of a collective's seconds, at most 1, got {self.occupies!r}")
 
 
 def _positive(key: str, value: object) -> float:

@@ -122,7 +122,8 @@ class _Rounds:
         """Weights that price communication only where nothing can hide it."""
         regions, repeat = regions_of(self.program), self.program.repeat
         units = regions.units if repeat is None else repeat.extrapolate(regions.units, regions_of(repeat.shorter).units)
-        return Weights(StepTime(regions, len(self.job.axes), self.program.part.count, units))
+        occupies = tuple(link.occupies for link in self.job.cluster.link_for(self.job.axes))
+        return Weights(StepTime(regions, len(self.job.axes), self.program.part.count, units, occupies))
 
     @property
     def proof(self) -> _Found:

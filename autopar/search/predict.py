@@ -17,7 +17,7 @@ from autopar.ir.layout import Layout, TensorType, describe, item_bytes
 from autopar.ir.plan import ModuleRow, Plan, Predicted
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
-from autopar.search.overlap.regions import BEFORE, Regions, regions_of
+from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS, Regions, regions_of
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
 from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, split_parts
@@ -78,7 +78,8 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | N
     """The prediction of the program as it is."""
     account = _account(program, dims, plan, classes or layer_classes(program, dims))
     assignment, regions = account.assignment, account.regions
-    step = StepTime(regions, len(plan.axes), program.part.count, regions.units)
+    occupies = tuple(link.occupies for link in machine_of(plan).links)
+    step = StepTime(regions, len(plan.axes), program.part.count, regions.units, occupies)
     predicted = Predicted(
         step_seconds=step.seconds(account.features) if plan.overlap else sum(account.seconds.values()),
         compute_seconds=account.compute,
@@ -214,24 +215,24 @@ def _count_moves(
     program: Program, dims: Dims, assignment: Assignment, classes: LayerClasses, account: _Account
 ) -> None:
     tables = Tables(account.machine)
-    known: dict[tuple[Redistributions, tuple[Move, ...]], list[tuple[float, float, float]]] = {}
+    known: dict[tuple[Redistributions, tuple[Move, ...]], list[tuple[float, float, float, float]]] = {}
     regions, axes = account.regions, len(account.machine.names)
     for value, counted in all_moves(program, dims, assignment, tables).items():
         table, moves, node = tables.of(dims.types[value]), [move for move, _, _ in counted], value[0]
         key = (table, tuple(moves))
         if key not in known:
             sizes = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
-            parts = table.local_seconds(moves).tolist(), table.sent_seconds(moves).tolist()
+            parts = (of(moves).tolist() for of in (table.local_seconds, table.sent_seconds, table.waits))
             known[key] = list(zip(sizes, *parts, strict=True))
         # As the search counts them: to its consumer layout each member of a class is moved where the first is.
         first = (classes.members[classes.key[node]][0], value[1])
         consumer = assignment.consumer_layouts.get(value)
         shared = () if consumer is None else table.path(assignment.outputs[value], consumer)
-        for (size, kernels, sent), (move, times, at) in zip(known[key], counted, strict=True):
-            account.move(node, move.kind, move.axis, size, times, kernels, sent)
+        for (size, kernels, sent, waited), (move, times, at) in zip(known[key], counted, strict=True):
+            account.move(node, move.kind, move.axis, size, times, kernels, sent + waited)
             like = first if move in shared else value
             region, kind = regions.of_move(like, backward=at == IN_BACKWARD, hoisted=at == HOISTED)
-            account.add(region, KERNELS, kernels * times)
+            account.add(region, KERNELS, (kernels + waited * (kind in BLOCKING_KINDS)) * times)
             account.add(region, feature(kind, move.axis, axes), sent * times)
 
 

@@ -42,9 +42,9 @@ class Machine:
     device: Device
 
     def seconds(self, made: Collective) -> float:
-        """Seconds of a collective, its launch included."""
-        axis = self.names.index(made.axis)
-        return float(COLLECTIVES[made.kind](made.bytes, self.sizes[axis], self.links[axis])) + self.device.launch
+        """Seconds of a collective, its launch and what kernels wait for it besides included."""
+        axis, link = self.names.index(made.axis), self.links[self.names.index(made.axis)]
+        return float(COLLECTIVES[made.kind](made.bytes, self.sizes[axis], link)) + self.device.launch + link.wait
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Redistributions:
 
     def move_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """Time of each move: what `autopar.sharding.emit.MoveEmitter` emits, collective and kernels, with launches."""
-        return self.local_seconds(moves) + self.sent_seconds(moves)
+        return self.local_seconds(moves) + self.sent_seconds(moves) + self.waits(moves)
 
     def sent_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """The part of each move that its collective takes."""
@@ -169,6 +169,11 @@ class Redistributions:
                 ring = COLLECTIVES[kind](size[members], self.machine.sizes[axis], self.machine.links[axis])
                 seconds[members] += ring + device.launch
         return seconds
+
+    def waits(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """For how long kernels wait for the collective of each move besides, where it does not hide."""
+        sizes, links = self.machine.sizes, self.machine.links
+        return np.array([links[m.axis].wait if m.kind != "slice" and sizes[m.axis] > 1 else 0.0 for m in moves])
 
     def local_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """The part of each move that the device's own kernels take: casts, and copies to and from a collective's order.
@@ -271,14 +276,14 @@ class Redistributions:
 
     @cached_property
     def _apart(self) -> NDArray[np.float64]:
-        """``[1 + axes, layouts, layouts]``: seconds of kernels, and of collectives on each axis, along each path."""
+        """``[2 + axes, layouts, layouts]``: seconds of kernels, collectives on each axis and waits, along each path."""
         distance, step, arcs = self._solved
         count, axes = len(self.layouts), len(self.machine.sizes)
-        hops = np.zeros((1 + axes, count, count))
+        hops = np.zeros((2 + axes, count, count))
         moves = list(arcs.values())
-        both = zip(self.local_seconds(moves), self.sent_seconds(moves), strict=True)
-        for (a, b), move, (kernels, sent) in zip(arcs, moves, both, strict=True):
-            hops[0, a, b], hops[1 + move.axis, a, b] = kernels, sent
+        parts = zip(self.local_seconds(moves), self.sent_seconds(moves), self.waits(moves), strict=True)
+        for (a, b), move, (kernels, sent, waited) in zip(arcs, moves, parts, strict=True):
+            hops[0, a, b], hops[1 + move.axis, a, b], hops[-1, a, b] = kernels, sent, waited
         found = np.zeros_like(hops)
         target = np.tile(np.arange(count), (count, 1))
         at = np.where(np.isfinite(distance), target.T, target)
@@ -296,7 +301,7 @@ class Redistributions:
         Args:
             rows: numbers of layouts, [A].
             columns: numbers of layouts, [B].
-            prices: of kernels, and of collectives on each axis, for each column, [B, 1 + axes].
+            prices: of kernels, of collectives on each axis, and of waits for them, for each column, [B, 2 + axes].
         """
         chosen = np.ix_(rows, columns)
         seconds: NDArray[np.float64] = self.seconds[chosen]

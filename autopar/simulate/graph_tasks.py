@@ -1,7 +1,8 @@
 """`emitted`: a rewritten graph as tasks: what one device computes, sends and holds in a step, in the graph's order.
 
 Kernels run on the device's compute stream. A collective has the stream of its axis: it starts when the kernels launched
-before it have ended, as NCCL's do, and the compute stream goes on until it meets the collective's ``wait_tensor``.
+before it have ended, as NCCL's do, and the compute stream goes on until it meets the collective's ``wait_tensor``, less
+the share of the collective's seconds for which its link occupies the device.
 Copies to the host and back are on the compute stream, as they are in `autopar.ir.ops.host`. Memory follows from
 liveness: a tensor is live from the kernel that computes it to the last that uses it.
 """
@@ -30,7 +31,7 @@ from autopar.simulate.engine import simulate
 from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
 from autopar.simulate.timeline import Timeline
 
-WAIT, COPY = "wait", "copy"
+WAIT, COPY, OCCUPIED = "wait", "copy", "occupied"
 
 
 def emitted(program: Program, plan: Plan) -> list[Task]:
@@ -123,6 +124,10 @@ class _Emitted:
         if collective is not None:
             seconds = self.seconds.collective(collective)
             self._append(node, collective.axis, seconds, COMMUNICATION, (self.kernel,), self.host)
+            link = self.machine.links[self.machine.names.index(collective.axis)]
+            if link.occupies:  # no kernel that the next collective would wait for
+                busy = link.occupies * (seconds - link.wait)
+                self.tasks.append(Task(f"beside {node.name}", 0, COMPUTE, busy, (), OCCUPIED))
         elif node.target is c10d.wait_tensor.default:
             self._append(node, COMPUTE, 0.0, WAIT, tuple(sources), 0.0)
         elif node.target in (to_host, to_device):

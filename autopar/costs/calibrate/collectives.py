@@ -1,4 +1,4 @@
-"""Time collectives over sizes, on every level of links that the processes at hand span."""
+"""Time collectives over sizes, on every level of links that the processes at hand span, and kernels beside them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.costs.calibrate.kernels import Tick
-from autopar.costs.calibrate.sample import Sample
+from autopar.costs.calibrate.sample import BEHIND, BESIDE, Sample
 from autopar.costs.collectives import COLLECTIVES
 from autopar.errors import RankError
 
@@ -28,6 +28,21 @@ LONG = 2.0
 
 RUNS = 5
 """Of each collective; the median counts."""
+
+SIDE, PRODUCTS = 256, 64
+"""Rows and columns of the products that run beside reductions, and how many are timed to know what one takes."""
+
+HIDDEN = (1 << 20, 1 << 22, 1 << 24)
+"""Bytes of reductions beside kernels, of which bandwidth decides."""
+
+SMALL = 1 << 12
+"""Bytes of reductions behind kernels, of which bandwidth decides nothing."""
+
+TURNS = 20
+"""How often."""
+
+BEFORE = (1e-3, 3e-3, 1e-2, 3e-2)
+"""Seconds of the kernels before those, about."""
 
 KINDS = tuple(kind for kind in COLLECTIVES if kind != "send")
 """All but a single message, which says nothing of a link that the others do not."""
@@ -77,6 +92,8 @@ def measure_collectives(
     if math.prod(shape[1:]) > 1 and half > 1 and not shape[0] % 2:
         ranks = torch.arange(world).reshape(-1, half).t().contiguous()
         timed.append(("all_reduce", 1, half, DeviceMesh(device.type, ranks).get_group(1)))
+    beside = [(level, group) for kind, level, stride, group in timed if kind == "all_reduce" and not stride]
+    total = len(timed) * len(sizes) + len(beside) * len(HIDDEN) + len(beside) * len(BEFORE) * (device.type == "cpu")
     for kind, level, stride, group in timed:
         members = group.size()
         for size in sizes:
@@ -87,9 +104,18 @@ def measure_collectives(
             seconds = _seconds(_collective(kind, count, members, device, group), runs, device)
             found.append(Sample(kind, "float32", (4 * count, members), seconds, level, stride))
             if tick is not None:
-                tick(len(found), len(timed) * len(sizes), str(found[-1]))
+                tick(len(found), total, str(found[-1]))
             if seconds > LONG:  # of the slowest rank, the same on all
                 break
+    kernels = _Kernels(device)
+    for level, group in beside:
+        for size in HIDDEN:
+            slower = _beside(size, group, runs, kernels)
+            found.append(Sample(BESIDE, "float32", (size, group.size()), slower, level))
+        for before in BEFORE if device.type == "cpu" else ():
+            found.append(Sample(BEHIND, "float32", (SMALL, group.size()), _behind(before, group, runs, kernels), level))
+        if tick is not None:
+            tick(min(len(found), total), total, str(found[-1]))
     return found
 
 
@@ -105,7 +131,9 @@ def _levels(world: int, groups: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _collective(kind: str, count: int, members: int, device: torch.device, group: Any) -> Callable[[], object]:
+def _collective(
+    kind: str, count: int, members: int, device: torch.device, group: Any, wait: bool = True
+) -> Callable[[], torch.Tensor]:
     """A call of a collective on ``count`` float32 elements, counted as `autopar.costs.collectives` does.
 
     The functional ones that rewritten graphs have: their results are new tensors, which takes time as well.
@@ -122,7 +150,38 @@ def _collective(kind: str, count: int, members: int, device: torch.device, group
         "all_to_all": lambda: c10d.all_to_all_single(whole, parts, parts, name),
         "broadcast": lambda: c10d.broadcast(whole, 0, name),
     }
-    return lambda: c10d.wait_tensor(calls[kind]())
+    return (lambda: c10d.wait_tensor(calls[kind]())) if wait else calls[kind]
+
+
+class _Kernels:
+    """Products that run beside reductions."""
+
+    def __init__(self, device: torch.device) -> None:
+        """What one takes is measured, on all ranks at once."""
+        self.device = device
+        self.factor = torch.randn(SIDE, SIDE, device=device)
+        self.run(PRODUCTS)
+        self._ready()
+        times = torch.tensor(self.timed(PRODUCTS), dtype=torch.float64, device=device)
+        dist.all_reduce(times)
+        self.each = float(times) / dist.get_world_size() / PRODUCTS  # seconds, the mean of all ranks
+
+    def run(self, count: int) -> None:
+        """Launch so many."""
+        for _ in range(count):
+            self.factor @ self.factor
+
+    def timed(self, count: int) -> float:
+        """Seconds until so many are done, whatever else the device has to do."""
+        start = time.perf_counter()
+        self.run(count)
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream().synchronize()
+        return time.perf_counter() - start
+
+    def _ready(self) -> None:
+        dist.barrier()
+        _wait(self.device)
 
 
 def _seconds(run: Callable[[], object], runs: int, device: torch.device) -> float:
@@ -144,6 +203,42 @@ def _timed(run: Callable[[], object], times: torch.Tensor, device: torch.device)
         times[i] = time.perf_counter() - start
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return float(times.median())
+
+
+def _beside(size: int, group: Any, runs: int, kernels: _Kernels) -> float:
+    """Seconds by which kernels are longer while a reduction runs, the mean of all ranks; they are longer than it is."""
+    device = kernels.device
+    reduce = _collective("all_reduce", size // 4, 1, device, group, wait=False)
+    count = max(1, math.ceil(2 * _seconds(lambda: c10d.wait_tensor(reduce()), runs, device) / kernels.each))
+    times = torch.zeros(2, dtype=torch.float64, device=device)
+    for _ in range(runs):
+        for i in range(2):  # beside it and alone, by turns
+            dist.barrier()
+            _wait(device)
+            sent = None if i else reduce()
+            times[i] += kernels.timed(count) / runs
+            if sent is not None:
+                c10d.wait_tensor(sent)
+    dist.all_reduce(times)
+    # A microsecond is nothing; a ratio of nothing would not be a number.
+    return max(float(times[0] - times[1]) / dist.get_world_size(), 1e-6)
+
+
+def _behind(seconds: float, group: Any, runs: int, kernels: _Kernels) -> float:
+    """Seconds by which kernels and then a reduction are longer than the two apart, of the slowest rank: the mean.
+
+    On a CPU alone: a GPU's kernels are not as long as they are told to be to the microsecond, and share no cores.
+    """
+    reduce = _collective("all_reduce", SMALL // 4, 1, kernels.device, group)
+    alone, count = _seconds(reduce, runs, kernels.device), max(1, round(seconds / kernels.each))
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(TURNS):  # one behind the other: after a barrier all ranks would start alike
+        kernels.run(count)
+        reduce()
+    each = torch.tensor((time.perf_counter() - start) / TURNS, dtype=torch.float64)
+    dist.all_reduce(each, op=dist.ReduceOp.MAX)
+    return max(float(each) - count * kernels.each - alone, 1e-6)
 
 
 def _wait(device: torch.device) -> None:

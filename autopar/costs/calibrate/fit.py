@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.costs.calibrate.sample import ATTENTION, LAUNCH, Sample
+from autopar.costs.calibrate.sample import ATTENTION, BEHIND, BESIDE, LAUNCH, Sample
 from autopar.costs.calibrate.several_starts import Floats, fit_within, require_scipy, scattered
 from autopar.costs.cluster import Cluster, Device, Link
 from autopar.costs.collectives import COLLECTIVES
@@ -127,6 +127,27 @@ def fit_contention(samples: Sequence[Sample], cluster: Cluster) -> float:
     return float(minimize_scalar(loss, bounds=(0.0, 4.0), method="bounded").x)
 
 
+def fit_occupies(samples: Sequence[Sample], link: Link, launch: float) -> float:
+    """The share of a reduction's seconds that kernels beside it lose, see `Link.occupies`: the median of the samples.
+
+    Args:
+        samples: of kernels beside reductions over the link.
+        link: with everything else fitted.
+        launch: see `fit_link`.
+    """
+    shares = [s.seconds for s in samples] / collectives_seconds(_reductions(samples), link, launch)
+    return float(np.clip(np.median(shares), 0.0, 1.0))
+
+
+def fit_wait(samples: Sequence[Sample]) -> float:
+    """What kernels wait for a collective besides, see `Link.wait`: the median of the samples.
+
+    Args:
+        samples: of small reductions behind kernels over the link.
+    """
+    return float(np.median([s.seconds for s in samples]))
+
+
 def predicted_seconds(
     samples: Sequence[Sample], device: Device, links: Sequence[Link], groups: Sequence[int] = ()
 ) -> Floats:
@@ -146,6 +167,11 @@ def predicted_seconds(
             found[i] = collectives_seconds([sample], link, device.launch)[0]
         elif sample.kind == LAUNCH:
             found[i] = device.host
+        elif sample.kind == BEHIND:
+            found[i] = links[sample.level].wait
+        elif sample.kind == BESIDE:
+            link = links[sample.level]
+            found[i] = link.occupies * collectives_seconds(_reductions([sample]), link, device.launch)[0]
         elif sample.kind in COLLECTIVES:
             found[i] = collectives_seconds([sample], links[sample.level], device.launch)[0]
         else:
@@ -168,6 +194,11 @@ def kernels_seconds(samples: Sequence[Sample], device: Device) -> Floats:
 def collectives_seconds(samples: Sequence[Sample], link: Link, launch: float) -> Floats:
     """What the cost model says of collectives over one link."""
     return np.array([launch + float(COLLECTIVES[s.kind](s.sizes[0], s.sizes[1], link)) for s in samples])
+
+
+def _reductions(samples: Sequence[Sample]) -> list[Sample]:
+    """What ran beside the kernels."""
+    return [replace(s, kind="all_reduce") for s in samples]
 
 
 def _work(sample: Sample) -> Work:

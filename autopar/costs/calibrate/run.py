@@ -19,9 +19,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from autopar.costs.calibrate import collectives
-from autopar.costs.calibrate.fit import fit_contention, fit_device, fit_link
+from autopar.costs.calibrate.fit import fit_contention, fit_device, fit_link, fit_occupies, fit_wait
 from autopar.costs.calibrate.kernels import ENOUGH, Kernels, Tick, measure_kernels
-from autopar.costs.calibrate.sample import LAUNCH, Sample
+from autopar.costs.calibrate.sample import BEHIND, BESIDE, LAUNCH, Sample
 from autopar.costs.calibrate.several_starts import require_scipy
 from autopar.costs.cluster import Cluster
 from autopar.costs.collectives import COLLECTIVES
@@ -202,7 +202,7 @@ def cluster_of(
         units: see `autopar.costs.calibrate.fit.fit_device`.
     """
     on_links = [s for s in samples if s.kind in COLLECTIVES]
-    alone = [s for s in samples if s.kind not in COLLECTIVES and s.kind != LAUNCH]
+    alone = [s for s in samples if s.kind not in (*COLLECTIVES, LAUNCH, BESIDE, BEHIND)]
     launches = [s.seconds for s in samples if s.kind == LAUNCH]
     fitted = fit_device(alone, name=base.device.name, memory=base.device.memory, units=units)
     reached = base.device.host_bandwidth * base.device.streaming  # fitted figures are what is reached
@@ -216,7 +216,10 @@ def cluster_of(
         known = base.links[min(level, len(base.links) - 1)]
         own = [s for s in on_links if s.level == level and not s.stride]
         link = fit_link(own, name=known.name, launch=device.launch, algorithms=known.algorithms, copies=known.copies)
-        links[level : level + 1] = [link]
+        beside, behind = ([s for s in samples if s.kind == kind and s.level == level] for kind in (BESIDE, BEHIND))
+        occupies = fit_occupies(beside, link, device.launch) if beside else known.occupies
+        wait = fit_wait(behind) if behind else known.wait
+        links[level : level + 1] = [replace(link, wait=wait, occupies=occupies)]
     if levels in ([], [0]):  # nothing between nodes
         return Cluster(name, device, tuple(links), base.group_sizes)
     found = Cluster(name, device, tuple(links[: levels[-1] + 1]), tuple(groups[: levels[-1]]))

@@ -11,13 +11,17 @@ LAUNCH = "launch"
 """The kind of what a host takes to launch a kernel that a GPU has done before the next one comes."""
 
 
+BESIDE, BEHIND = "beside", "behind"
+"""Kinds of what kernels take longer beside a reduction, and of what a small reduction behind kernels does."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One kernel or collective and how long it took.
 
     Attributes:
         kind: ``matmul``, ``attention``, ``causal`` (attention, too), ``training`` (with its backward), ``copy``,
-            ``launch``, or a collective's name in `autopar.costs.collectives`.
+            ``launch``, ``beside``, ``behind``, or a collective's name in `autopar.costs.collectives`.
         dtype: of its tensors.
         sizes: of a matmul: batch, rows, columns, depth; of attention: batch, heads, positions, head; of a copy: bytes
             read and written; of a collective: bytes, as `autopar.costs.collectives` counts them, and members.

@@ -51,7 +51,9 @@ def calibration_table(cluster: Cluster, samples: Sequence[Sample], fitted: Seque
             (
                 f"link {link.name}",
                 f"{link.bandwidth / 1e9:.4g} GB/s, {format_seconds(link.latency)} a message"
-                + (f", contention {link.contention:.2g}" if link.contention else ""),
+                + (f", contention {link.contention:.2g}" if link.contention else "")
+                + (f", {format_seconds(link.wait)} until all are there" if link.wait else "")
+                + (f", occupies the device for {link.occupies:.0%} of it" if link.occupies else ""),
             )
             for link in cluster.links
         ),

@@ -25,6 +25,9 @@ FORWARD, BACKWARD = " forward", " backward"
 BLOCKING, WAITED, GATHER, GRADIENT = 0, 1, 2, 3
 """What a redistribution is of: activations in the forward or in the backward pass, parameters, or gradients."""
 
+BLOCKING_KINDS = (BLOCKING, WAITED)
+"""Those that kernels wait for right away, `autopar.costs.device.Link.wait` included; others begin a block ahead."""
+
 
 @dataclass(frozen=True, eq=False)
 class Regions:

@@ -8,7 +8,8 @@ of the forward pass. Kernels wait for ``B``. While they wait for ``W``, gradient
     max(K + F + B, K + B + W, P + G + W + B on each axis)
 
 where ``B`` is all that is sent, whatever chunks hide of it (`autopar.passes.collectives.chunk_collectives`), and
-where what is gathered before the first kernel, and reduced behind the last, hides behind nothing. Sums of ``m``
+where what is gathered before the first kernel, and reduced behind the last, hides behind nothing. Of what hides, the
+first two rows have the share for which its link occupies the device (`autopar.costs.device.Link`). Sums of ``m``
 microbatches are reduced during the last of them: ``(K + F + B) (m - 1) / m + G`` is another row on each axis.
 
 The maximum of rows is at least each weighted mean of them: with any weights, the cost of a plan is bounded by one that
@@ -53,12 +54,14 @@ class StepTime:
         axes: how many axes the mesh has.
         microbatches: in a step.
         units: blocks of each region, of the whole model.
+        occupies: of each axis's link, see `autopar.costs.device.Link`; empty: nothing.
     """
 
     regions: Regions
     axes: int
     microbatches: int = 1
     units: Mapping[str, float] = field(default_factory=dict)
+    occupies: tuple[float, ...] = ()
 
     def rows(self, region: str) -> Floats:
         """``[rows, features]``: seconds of each of a region's rows are the sum of its features with these factors."""
@@ -69,14 +72,15 @@ class StepTime:
         links = []
         for axis in range(axes):
             compute[feature(BLOCKING, axis, axes)] = filled[feature(BLOCKING, axis, axes)] = 1
-            filled[feature(WAITED, axis, axes)] = 1
+            slowed = self.occupies[axis] if self.occupies else 0.0
+            compute[feature(WAITED, axis, axes)], filled[feature(WAITED, axis, axes)] = slowed, 1
             link = no_features(axes)
             link[[feature(kind, axis, axes) for kind in range(_KINDS)]] = 1
             links.append(link)
             exposed = share * (region == self.regions.opening), share * (region == self.regions.closing)
             for kind, part in zip((GATHER, GRADIENT), exposed, strict=True):
                 for row in (compute, filled):
-                    row[feature(kind, axis, axes)] = part
+                    row[feature(kind, axis, axes)] = part + (1 - part) * slowed
         last = []
         if self.microbatches > 1:
             for axis in range(axes):

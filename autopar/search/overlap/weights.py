@@ -10,7 +10,7 @@ import numpy as np
 from torch import fx
 
 from autopar.ir.graph import Value, is_backward
-from autopar.search.overlap.regions import BEFORE
+from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
 from autopar.search.solver.highs import new_solver
 
@@ -49,7 +49,7 @@ class Weights:
         return float(first), float(recomputed), float(self.prices(BEFORE)[KERNELS])
 
     def of_moves(self, value: Value, axes: int, reader: fx.Node | None) -> tuple[Floats, Floats, Floats]:
-        """Prices of a second of a move's kernels, and of its collectives on each axis, [1 + axes] each.
+        """Prices of a second of a move's kernels, of its collectives on each axis, and of waits, [2 + axes] each.
 
         They are where the value is first moved, where it is once more in the backward pass, and once a step.
 
@@ -62,7 +62,8 @@ class Weights:
         for backward, hoisted in ((False, False), (True, False), (False, True)):
             region, kind = self.step.regions.of_move(value, backward=backward, hoisted=hoisted, reader=reader)
             prices = self.prices(region)
-            found.append(prices[[KERNELS, *(feature(kind, axis, axes) for axis in range(axes))]])
+            each = prices[[KERNELS, *(feature(kind, axis, axes) for axis in range(axes))]]
+            found.append(np.append(each, each[0] * (kind in BLOCKING_KINDS)))
         return found[0], found[1], found[2]
 
     def of_axis(self, axis: int) -> Weights:

@@ -10,7 +10,7 @@ from autopar.costs.kernels import kernel_seconds, product, stream
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import Collective
 from autopar.sharding.chunks.sites import GATHER, REDUCE, Site
-from autopar.sharding.chunks.sizes import MOST_UNITS, best_chunks
+from autopar.sharding.chunks.sizes import MOST_UNITS, best_chunks, exposed
 from autopar.sharding.node_seconds import NodeSeconds
 
 LEAST_GAIN = 0.05
@@ -28,7 +28,8 @@ def chunks_of(site: Site, seconds: NodeSeconds) -> tuple[float, tuple[int, ...]]
         for n in site.moved if n is not site.collective
     )  # fmt: skip
     beside = _beside(site, seconds)
-    before = max(seconds.collective(made) - beside, 0.0) + whole + beyond
+    occupies = seconds.machine.links[seconds.machine.names.index(made.axis)].occupies
+    before = exposed(seconds.collective(made), beside, occupies) + whole + beyond
     if site.units > MOST_UNITS:
         return 0.0, (site.units,)
     device = seconds.machine.device
@@ -43,7 +44,7 @@ def chunks_of(site: Site, seconds: NodeSeconds) -> tuple[float, tuple[int, ...]]
         max(_product_seconds(site, n, seconds), device.host * (len(site.products) + n * messages / site.units))
         for n in counts
     ]
-    after, chunks = best_chunks(sent, multiplied, beside)
+    after, chunks = best_chunks(sent, multiplied, beside, occupies)
     if before - after < LEAST_GAIN * seconds.collective(made):
         return 0.0, (site.units,)
     return before - after, chunks if site.kind == GATHER else chunks[::-1]
