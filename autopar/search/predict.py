@@ -215,24 +215,24 @@ def _count_moves(
     program: Program, dims: Dims, assignment: Assignment, classes: LayerClasses, account: _Account
 ) -> None:
     tables = Tables(account.machine)
-    known: dict[tuple[Redistributions, tuple[Move, ...]], list[tuple[float, float, float, float]]] = {}
+    known: dict[tuple[Redistributions, tuple[Move, ...]], list[tuple[float, float, float, float, float]]] = {}
     regions, axes = account.regions, len(account.machine.names)
     for value, counted in all_moves(program, dims, assignment, tables).items():
         table, moves, node = tables.of(dims.types[value]), [move for move, _, _ in counted], value[0]
         key = (table, tuple(moves))
         if key not in known:
             sizes = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
-            parts = (of(moves).tolist() for of in (table.local_seconds, table.sent_seconds, table.waits))
-            known[key] = list(zip(sizes, *parts, strict=True))
+            known[key] = [(size, *parts) for size, parts in zip(sizes, table.parts_of(moves), strict=True)]
         # As the search counts them: to its consumer layout each member of a class is moved where the first is.
         first = (classes.members[classes.key[node]][0], value[1])
         consumer = assignment.consumer_layouts.get(value)
         shared = () if consumer is None else table.path(assignment.outputs[value], consumer)
-        for (size, kernels, sent, waited), (move, times, at) in zip(known[key], counted, strict=True):
-            account.move(node, move.kind, move.axis, size, times, kernels, sent + waited)
+        for (size, kernels, sent, messages, waited), (move, times, at) in zip(known[key], counted, strict=True):
+            account.move(node, move.kind, move.axis, size, times, kernels, sent + messages + waited)
             like = first if move in shared else value
             region, kind = regions.of_move(like, backward=at == IN_BACKWARD, hoisted=at == HOISTED)
             account.add(region, KERNELS, (kernels + waited * (kind in BLOCKING_KINDS)) * times)
+            sent += messages * regions.share(region, kind)
             account.add(region, feature(kind, move.axis, axes), sent * times)
 
 

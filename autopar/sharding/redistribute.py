@@ -156,7 +156,10 @@ class Redistributions:
 
     def sent_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """The part of each move that its collective takes."""
-        device, seconds = self.machine.device, np.zeros(len(moves))
+        return self._sent_seconds(moves, self.machine.links, self.machine.device.launch)
+
+    def _sent_seconds(self, moves: Sequence[Move], links: Sequence[Link], launch: float) -> NDArray[np.float64]:
+        seconds = np.zeros(len(moves))
         groups: dict[tuple[str, int], list[int]] = {}
         for i, move in enumerate(moves):
             groups.setdefault((move.kind, move.axis), []).append(i)
@@ -164,11 +167,21 @@ class Redistributions:
         for (kind, axis), members in groups.items():
             # Along an axis of one device nothing is emitted; no move is free, or plans could make it at will.
             if self.machine.sizes[axis] == 1:
-                seconds[members] += device.launch
+                seconds[members] += launch
             elif kind != "slice":
-                ring = COLLECTIVES[kind](size[members], self.machine.sizes[axis], self.machine.links[axis])
-                seconds[members] += ring + device.launch
+                ring = COLLECTIVES[kind](size[members], self.machine.sizes[axis], links[axis])
+                seconds[members] += ring + launch
         return seconds
+
+    def parts_of(self, moves: Sequence[Move]) -> list[tuple[float, float, float, float]]:
+        """Seconds of each move's kernels, of what its collective sends, of its messages, and of waits for it."""
+        messages = self.message_seconds(moves)
+        parts = self.local_seconds(moves), self.sent_seconds(moves) - messages, messages, self.waits(moves)
+        return list(zip(*(part.tolist() for part in parts), strict=True))
+
+    def message_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """What `sent_seconds` has of latency and launch: values that are sent together take it once."""
+        return self.sent_seconds(moves) - self._sent_seconds(moves, tuple(map(_without_latency, self.machine.links)), 0)
 
     def waits(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """For how long kernels wait for the collective of each move besides, where it does not hide."""
@@ -276,14 +289,17 @@ class Redistributions:
 
     @cached_property
     def _apart(self) -> NDArray[np.float64]:
-        """``[2 + axes, layouts, layouts]``: seconds of kernels, collectives on each axis and waits, along each path."""
+        """``[2 + 2 axes, layouts, layouts]``: seconds along each path.
+
+        Of kernels; of what collectives send on each axis; of their messages on each axis; and of waits.
+        """
         distance, step, arcs = self._solved
         count, axes = len(self.layouts), len(self.machine.sizes)
-        hops = np.zeros((2 + axes, count, count))
+        hops = np.zeros((2 + 2 * axes, count, count))
         moves = list(arcs.values())
-        parts = zip(self.local_seconds(moves), self.sent_seconds(moves), self.waits(moves), strict=True)
-        for (a, b), move, (kernels, sent, waited) in zip(arcs, moves, parts, strict=True):
-            hops[0, a, b], hops[1 + move.axis, a, b], hops[-1, a, b] = kernels, sent, waited
+        for (a, b), move, (kernels, sent, messages, waited) in zip(arcs, moves, self.parts_of(moves), strict=True):
+            hops[0, a, b], hops[-1, a, b] = kernels, waited
+            hops[1 + move.axis, a, b], hops[1 + axes + move.axis, a, b] = sent, messages
         found = np.zeros_like(hops)
         target = np.tile(np.arange(count), (count, 1))
         at = np.where(np.isfinite(distance), target.T, target)
@@ -301,7 +317,7 @@ class Redistributions:
         Args:
             rows: numbers of layouts, [A].
             columns: numbers of layouts, [B].
-            prices: of kernels, of collectives on each axis, and of waits for them, for each column, [B, 2 + axes].
+            prices: for each column, of each of `_apart`, [B, 2 + 2 axes].
         """
         chosen = np.ix_(rows, columns)
         seconds: NDArray[np.float64] = self.seconds[chosen]
@@ -326,6 +342,10 @@ class Redistributions:
             found.append(arcs[a, hop])
             a = hop
         return tuple(found)
+
+
+def _without_latency(link: Link) -> Link:
+    return replace(link, latency=1e-30)
 
 
 class Tables:

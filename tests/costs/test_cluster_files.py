@@ -85,7 +85,7 @@ def figures(cluster: Cluster) -> list[tuple[str, Any]]:
     found = [(key, getattr(device, key)) for key in clusters._FIGURES]
     found += [(f"flops.{dtype}", rate) for dtype, rate in device.flops.items()]
     for link in (*cluster.links, *cluster.axis_links.values()):
-        found += [(key, getattr(link, key)) for key in ("bandwidth", "latency", "copies", "contention")]
+        found += [(key, getattr(link, key)) for key in ("bandwidth", "latency", *clusters._LINK_OPTIONAL)]
         assert link.neighbors == 1
     return found
 
@@ -108,7 +108,7 @@ def check(file: Path, text: str) -> bool:
     finally:
         assert time.monotonic() - start < HANG
     for key, value in figures(cluster):
-        least = 0 if key in ("ramp", "host", "host_bandwidth", "copies", "contention") else math.ulp(0.0)
+        least = 0 if key in ("ramp", "host", "host_bandwidth", *clusters._LINK_OPTIONAL) else math.ulp(0.0)
         assert type(value) in (int, float) and least <= value < math.inf, (key, value)
     assert all(type(size) is int and size > 0 for size in cluster.group_sizes)
     assert Cluster.from_toml(cluster.to_toml()) == cluster

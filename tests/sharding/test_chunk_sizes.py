@@ -20,13 +20,15 @@ def compositions(units: int) -> Iterator[tuple[int, ...]]:
             yield first, *rest
 
 
-def seconds(chunks: Sequence[int], sent: Sequence[float], product: Sequence[float], beside: float) -> float:
+def seconds(
+    chunks: Sequence[int], sent: Sequence[float], product: Sequence[float], beside: float, occupies: float
+) -> float:
     """Two streams, task by task: the next chunk is gathered when this one is there and the one before multiplied."""
-    link = max(sent[chunks[0] - 1] - beside, 0.0)
+    link = max(sent[chunks[0] - 1] - beside, occupies * sent[chunks[0] - 1])
     kernels = link
     for now, after in itertools.pairwise(chunks):
         begun = max(link, kernels)
-        kernels, link = begun + product[now - 1], begun + sent[after - 1]
+        kernels, link = begun + product[now - 1] + occupies * sent[after - 1], begun + sent[after - 1]
     return max(link, kernels) + product[chunks[-1] - 1]
 
 
@@ -38,10 +40,11 @@ def test_no_way_of_cutting_is_faster(seed: int) -> None:
     sent = [n * (latency + rate) for n in range(1, units + 1)]
     product = [float(-(-n // waves)) for n in range(1, units + 1)]
     beside = draw.choice([0.0, draw.random() * sent[-1]])
-    found, chunks = best_chunks(sent, product, beside)
+    occupies = draw.choice([0.0, draw.random()])
+    found, chunks = best_chunks(sent, product, beside, occupies)
     assert sum(chunks) == units
-    assert found == pytest.approx(seconds(chunks, sent, product, beside))
-    assert found == pytest.approx(min(seconds(c, sent, product, beside) for c in compositions(units)))
+    assert found == pytest.approx(seconds(chunks, sent, product, beside, occupies))
+    assert found == pytest.approx(min(seconds(c, sent, product, beside, occupies) for c in compositions(units)))
 
 
 def test_what_is_hidden_already_stays_whole() -> None:

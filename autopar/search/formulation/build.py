@@ -153,7 +153,7 @@ def _edge_table(
         weight: how many edges of the program it stands for.
         moves: how often per step each of these moves is made if each microbatch makes it.
         tables: redistribution costs.
-        prices: ``[4, 2 + axes]``, see `BuildContext.move_prices`.
+        prices: ``[4, 2 + 2 axes]``, see `BuildContext.move_prices`.
 
     Returns:
         The table, the row of each label of the producer, and the column of each label of the reader.

@@ -37,6 +37,7 @@ class Regions:
         program: whose operators these are.
         names: region of each operator, and of each input as it is first read.
         units: by region, how many blocks there are, or without blocks, how many parameters are read there.
+        together: by region, how many parameters a block has, which are gathered in one collective, and reduced in one.
         opening: the region that a step begins with.
         closing: the region that it ends with.
         from_parameters: inputs, and operators that compute from parameters, buffers and constants alone.
@@ -48,6 +49,7 @@ class Regions:
     program: Program
     names: Mapping[fx.Node, str]
     units: Mapping[str, int]
+    together: Mapping[str, float]
     opening: str
     closing: str
     from_parameters: frozenset[fx.Node]
@@ -58,6 +60,10 @@ class Regions:
     def of_recomputed(self, node: fx.Node) -> str:
         """The region in which an operator of the forward pass is recomputed."""
         return f"{self.names[node].removesuffix(FORWARD)}{BACKWARD}"
+
+    def share(self, region: str, kind: int) -> float:
+        """How much of a move's messages counts: parameters and gradients of a block are sent together."""
+        return 1.0 if kind in BLOCKING_KINDS else 1.0 / self.together.get(region, 1.0)
 
     def of_move(
         self, value: Value, *, backward: bool, hoisted: bool = False, reader: fx.Node | None = None
@@ -106,8 +112,9 @@ def _regions(program: Program) -> Regions:
     own = [n for n in forward if n not in static] or ordered
     closing = [n for n in ordered if is_backward(n)] or ordered
     readers = _readers(program, names, static)
+    units, together = _units(program, names, readers)
     return Regions(
-        program, names, _units(program, names, readers), names[own[0]], names[closing[-1]], static, filling,
+        program, names, units, together, names[own[0]], names[closing[-1]], static, filling,
         gradients, readers,
     )  # fmt: skip
 
@@ -189,7 +196,7 @@ def _readers(
 
 def _units(
     program: Program, names: Mapping[fx.Node, str], readers: Mapping[tuple[Value, bool], fx.Node]
-) -> dict[str, int]:
+) -> tuple[dict[str, int], dict[str, float]]:
     blocks: dict[str, set[str]] = defaultdict(set)
     for node, region in names.items():
         block = block_of(module_path(node), program.blocks)
@@ -201,4 +208,7 @@ def _units(
             reader = readers.get(((node, 0), backward))
             if spec.kind == "parameter" and reader is not None:
                 parameters[names[reader]] += 1
-    return {region: len(blocks[region]) or max(parameters[region], 1) for region in set(names.values())}
+    units = {region: len(blocks[region]) or max(parameters[region], 1) for region in set(names.values())}
+    # As many gradients are computed in a backward pass as parameters are read in its forward pass.
+    both = {r: max(parameters[r], parameters[r.removesuffix(BACKWARD) + FORWARD]) for r in units}
+    return units, {region: max(both[region] / n, 1.0) for region, n in units.items()}

@@ -49,7 +49,7 @@ class Weights:
         return float(first), float(recomputed), float(self.prices(BEFORE)[KERNELS])
 
     def of_moves(self, value: Value, axes: int, reader: fx.Node | None) -> tuple[Floats, Floats, Floats]:
-        """Prices of a second of a move's kernels, of its collectives on each axis, and of waits, [2 + axes] each.
+        """Prices of a second of each part of a move, see `Redistributions.priced`, [2 + 2 axes] each.
 
         They are where the value is first moved, where it is once more in the backward pass, and once a step.
 
@@ -58,12 +58,13 @@ class Weights:
             axes: of the problem.
             reader: of the value, if there is one only.
         """
-        found = []
+        found, regions = [], self.step.regions
         for backward, hoisted in ((False, False), (True, False), (False, True)):
-            region, kind = self.step.regions.of_move(value, backward=backward, hoisted=hoisted, reader=reader)
+            region, kind = regions.of_move(value, backward=backward, hoisted=hoisted, reader=reader)
             prices = self.prices(region)
-            each = prices[[KERNELS, *(feature(kind, axis, axes) for axis in range(axes))]]
-            found.append(np.append(each, each[0] * (kind in BLOCKING_KINDS)))
+            sent, share = prices[[feature(kind, axis, axes) for axis in range(axes)]], regions.share(region, kind)
+            waits = prices[KERNELS] * (kind in BLOCKING_KINDS)
+            found.append(np.concatenate([[prices[KERNELS]], sent, share * sent, [waits]]))
         return found[0], found[1], found[2]
 
     def of_axis(self, axis: int) -> Weights:

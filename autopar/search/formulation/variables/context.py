@@ -49,7 +49,7 @@ class BuildContext:
         return (1.0, 1.0, 1.0) if self.weights is None else self.weights.of_kernels(node)
 
     def move_prices(self, key: str, out: int, reader: str = "") -> Floats:
-        """``[4, 2 + axes]``: prices of a second of a move's kernels, of its collectives on each axis, and of waits.
+        """``[4, 2 + 2 axes]``: prices of a second of what `Redistributions.priced` tells apart of a move.
 
         Rows: by when it is made, as `Variable.reads`.
 
@@ -60,7 +60,7 @@ class BuildContext:
         """
         axes = len(self.sizes)
         if self.weights is None:
-            return np.array([[1.0], [1.0], [2.0], [1.0]]) * np.ones(2 + axes)
+            return np.array([[1.0], [1.0], [2.0], [1.0]]) * np.ones(2 + 2 * axes)
         readers = self.classes.members.get(reader, (None,))
         first, second, once = self.weights.of_moves((self.classes.members[key][0], out), axes, readers[0])
         return np.array([first, second, first + second, once])
