@@ -16,9 +16,8 @@ from autopar.search.budget.tighten import HOPELESS
 from autopar.search.budget.within_budget import plan_by_axes, plan_by_products, plan_within
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
-from autopar.search.overlap.regions import regions_of
-from autopar.search.overlap.simulated import simulated_seconds, with_chunks
-from autopar.search.overlap.step_time import Floats, StepTime
+from autopar.search.overlap.simulated import simulated_seconds
+from autopar.search.overlap.step_time import Floats, step_time_of
 from autopar.search.overlap.weights import Weights
 from autopar.search.predict import predict, step_features
 from autopar.search.solver.certify import Claim
@@ -120,9 +119,7 @@ class _Rounds:
     @property
     def all_hidden(self) -> Weights:
         """Weights that price communication only where nothing can hide it."""
-        regions, repeat = regions_of(self.program), self.program.repeat
-        units = regions.units if repeat is None else repeat.extrapolate(regions.units, regions_of(repeat.shorter).units)
-        return Weights(StepTime(regions, len(self.job.axes), self.program.part.count, units))
+        return Weights(step_time_of(self.program, len(self.job.axes), self.job.graphs))
 
     @property
     def proof(self) -> _Found:
@@ -182,20 +179,21 @@ class _Rounds:
             for p in self.plans
             if p.predicted.step_seconds < NEAR * best.predicted.step_seconds
         }
-        if len(close) > 1:
+        if len(close) > 1 and self.job.graphs == 1:  # graphs of stages are simulated anyway
             few = [close[seconds] for seconds in sorted(close)[:SIMULATED]]
             self.job.progress(f"simulating {len(few)} plans", best.predicted.step_seconds, proof.bound)
             best = min(few, key=lambda plan: simulated_seconds(self.program, plan, self.classes))
         seconds = best.predicted.step_seconds
-        certificate = replace(best.certificate, objective=seconds, lower_bound=min(proof.bound, seconds))
-        best = with_chunks(self.program, self.dims, best, self.classes)
+        # The best plan may be one that was found as if nothing was hidden.
+        space, bound = proof.plan.certificate.space, min(proof.bound, seconds)
+        certificate = replace(best.certificate, objective=seconds, lower_bound=bound, space=space)
         return replace(best, certificate=proof.checked(self.job, certificate))
 
     def _problem(self, weights: Weights | None) -> BudgetProblem:
         return BudgetProblem.of(self.program, self.dims, self.classes, self.job, weights)
 
     def _add(self, plan: Plan) -> None:
-        self.plans.append(predict(self.program, self.dims, plan, self.classes))
+        self.plans.append(predict(self.program, self.dims, plan, self.classes, graphs=self.job.graphs))
         self.features.append(step_features(self.program, self.dims, plan, self.classes))
 
 

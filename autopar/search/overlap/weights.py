@@ -10,8 +10,8 @@ import numpy as np
 from torch import fx
 
 from autopar.ir.graph import Value, is_backward
-from autopar.search.overlap.regions import BEFORE
-from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
+from autopar.search.overlap.regions import BEFORE, CHUNKED
+from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature
 from autopar.search.solver.highs import new_solver
 
 LEAST = 1e-3
@@ -34,8 +34,9 @@ class Weights:
 
     def prices(self, region: str) -> Floats:
         """The price of each feature of a region, in seconds a second; without regions that axis has all features."""
-        rows = self.step.rows(region)
-        found: Floats = self._rows(region) @ rows
+        step = self.step
+        parts = [self._rows(r) @ step.rows(r)[region] for r in step.affected(region)]
+        found: Floats = sum(parts[1:], parts[0])
         if self.axis is not None:
             found = np.concatenate([found[:2], found[2 + self.axis :: self.step.axes]])
         return found
@@ -49,9 +50,10 @@ class Weights:
         return float(first), float(recomputed), float(self.prices(BEFORE)[KERNELS])
 
     def of_moves(self, value: Value, axes: int, reader: fx.Node | None) -> tuple[Floats, Floats, Floats]:
-        """Prices of a second of a move's kernels, and of its collectives on each axis, [1 + axes] each.
+        """Prices of a second of a move's kernels, of its collectives on each axis, and where chunks hide these.
 
-        They are where the value is first moved, where it is once more in the backward pass, and once a step.
+        They are where the value is first moved, where it is once more in the backward pass, and once a step,
+        [1 + 2 axes] each.
 
         Args:
             value: a node and the number of its result.
@@ -62,7 +64,7 @@ class Weights:
         for backward, hoisted in ((False, False), (True, False), (False, True)):
             region, kind = self.step.regions.of_move(value, backward=backward, hoisted=hoisted, reader=reader)
             prices = self.prices(region)
-            found.append(prices[[KERNELS, *(feature(kind, axis, axes) for axis in range(axes))]])
+            found.append(prices[[KERNELS, *(feature(k, axis, axes) for k in (kind, CHUNKED) for axis in range(axes))]])
         return found[0], found[1], found[2]
 
     def of_axis(self, axis: int) -> Weights:
@@ -82,9 +84,8 @@ class Weights:
         Args:
             plans: features of their regions.
         """
-        regions = list(dict.fromkeys(region for features in plans for region in features))
-        none = no_features(self.step.axes)
-        seconds = [[self.step.rows(r) @ features.get(r, none) for r in regions] for features in plans]
+        regions = list(dict.fromkeys(r for features in plans for own in features for r in self.step.affected(own)))
+        seconds = [[self.step.seconds_of_rows(r, features) for r in regions] for features in plans]
         counts = [len(rows) for rows in seconds[0]]
         solver = new_solver(np.inf)
         # One column for the least cost, then one for each row of each region.
@@ -118,6 +119,6 @@ class Weights:
     def _rows(self, region: str) -> Floats:
         found = self.rows.get(region)
         if found is None:
-            found = self._floor(region, len(self.step.rows(region)))
+            found = self._floor(region, len(self.step.rows(region)[region]))
             found[0] = 1 - found.sum()
         return found
