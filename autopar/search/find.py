@@ -37,8 +37,8 @@ ROUNDS = 4
 """At most so many weights of kernels and communication are tried."""
 
 CLOSE, CLOSE_WITHIN = 3e-3, 0.1
-"""A plan is good enough if at most this share of its time is above the bound of any weights; where a budget binds, of
-which each round takes long, the second."""
+"""A plan is good enough if at most this share of its time is above the bound of any weights; the second where a budget
+binds, of which each round takes long, and for the stages of pipelines, of which there are many."""
 
 NEAR, SIMULATED = 1.2, 4
 """Of the plans that take at most this multiple of the best one's time, so many are simulated."""
@@ -94,7 +94,8 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
         return rounds.result()
     if rounds.go_on():
         rounds.apart()
-    while rounds.go_on() and len(rounds.found) < ROUNDS:
+    # Pipelines are many, and the best is simulated whatever the search says.
+    while job.graphs == 1 and rounds.go_on() and len(rounds.found) < ROUNDS:
         # Half way from the best so far: plans are few, and say little of weights that are far from theirs.
         weights, known = rounds.strongest.between(rounds.strongest.best(rounds.features)), rounds.known
         try:
@@ -169,7 +170,7 @@ class _Rounds:
     def go_on(self) -> bool:
         """Whether the best plan may be far from the best there is, and there is time."""
         self.job.progress("communication behind kernels", self.best.predicted.step_seconds, self.proof.bound)
-        return self.above_bound(CLOSE) and time.monotonic() < self.deadline
+        return self.above_bound(CLOSE if self.job.graphs == 1 else CLOSE_WITHIN) and time.monotonic() < self.deadline
 
     def result(self) -> Plan:
         """The best plan, with the highest bound; of several that are close, that which the simulator finds fastest."""

@@ -15,9 +15,15 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import Value, block_of, is_backward, module_path, producer, without_indices
+from autopar.ir.ops.attention import attention, attention_backward
 from autopar.ir.program import Program, draws
 
 aten = torch.ops.aten
+
+_PRODUCTS = frozenset({
+    aten.mm.default, aten.bmm.default, aten.convolution.default, aten.convolution_backward.default,
+    attention, attention_backward,
+})  # fmt: skip
 
 BEFORE = "before the microbatches"
 """The region of what runs once a step, ahead of all microbatches: its collectives are waited for one by one."""
@@ -47,6 +53,7 @@ class Regions:
         filling: operators of the backward pass from which one gradient of a parameter is computed, and nothing else.
         gradients: those of them whose values are the gradient, in whatever form.
         readers: by value, the operators by which the forward and the backward pass first read it.
+        working: the regions with products and attention; kernels of others take little time.
         chunkable: by value, the kinds of collectives beside which there is a product of their rows: what a product
             reads may be gathered in chunks, and what one makes summed.
     """
@@ -60,6 +67,7 @@ class Regions:
     filling: frozenset[fx.Node]
     gradients: frozenset[fx.Node]
     readers: Mapping[tuple[Value, bool], fx.Node]
+    working: frozenset[str]
     chunkable: Mapping[Value, frozenset[str]]
 
     def of_recomputed(self, node: fx.Node) -> str:
@@ -114,8 +122,9 @@ def _regions(program: Program) -> Regions:
     own = [n for n in forward if n not in static] or ordered
     opening = _two(names[n] for n in own)
     closing = _two(names[n] for n in reversed([n for n in ordered if is_backward(n)] or own))
+    working = frozenset(name for node, name in names.items() if node.target in _PRODUCTS)
     return Regions(
-        program, names, _units(program, names, readers), opening, closing, static, filling, gradients, readers,
+        program, names, _units(program, names, readers), opening, closing, static, filling, gradients, readers, working,
         _chunkable(program, static | gradients),
     )  # fmt: skip
 

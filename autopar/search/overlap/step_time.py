@@ -107,6 +107,11 @@ class StepTime:
             found += [end[0]] if region == end[1] != end[0] else []
         return tuple(dict.fromkeys(found))
 
+    def chained(self, region: str) -> bool:
+        """Whether what a unit of the next, or the last, region communicates probably takes longer than the kernels."""
+        ends = (self.regions.opening, self.regions.closing)
+        return region not in self.regions.working and any(region == end[0] != end[1] for end in ends)
+
     def seconds(self, features: Mapping[str, Floats]) -> float:
         """Seconds of a step, from the features of its regions."""
         regions = dict.fromkeys(r for own in features for r in self.affected(own))
@@ -185,6 +190,8 @@ class StepTime:
             if final:
                 beside[2 + axes + axis][feature(kind, axis, axes)] = share
         rows.append(own)
+        # Its own value takes the last axis first, or last.
+        own[feature(kind, axes - 1, axes)] = rows[0][feature(kind, axes - 1, axes)]
         for name, others in found.items():
             if name != region:
                 others.append(no_features(axes))

@@ -17,6 +17,9 @@ from autopar.search.solver.highs import new_solver
 LEAST = 1e-3
 """Weight of each link where kernels hide what it sends: of two plans that take the same time, one sends less."""
 
+CHAIN = 0.5
+"""Weight, to begin with, of what the first or last unit communicates in a row, beside regions of few kernels."""
+
 
 @dataclass(frozen=True, eq=False)
 class Weights:
@@ -24,7 +27,7 @@ class Weights:
 
     Attributes:
         step: how the time of a step follows from its regions.
-        rows: weights by region; others have nearly all weight on kernels.
+        rows: weights by region; others have nearly all weight on kernels, or on what is communicated before these.
         axis: the only axis of the problem that is priced; None: all of them.
     """
 
@@ -120,5 +123,7 @@ class Weights:
         found = self.rows.get(region)
         if found is None:
             found = self._floor(region, len(self.step.rows(region)[region]))
-            found[0] = 1 - found.sum()
+            rest = 1 - found.sum()
+            found[-1] += CHAIN * rest * self.step.chained(region)
+            found[0] += 1 - found.sum()
         return found

@@ -33,8 +33,8 @@ def drawn(program: Program, seed: int) -> Weights:
     """Weights of all regions at random."""
     regions, random = regions_of(program), np.random.default_rng(seed)
     step = StepTime(regions, len(AXES), program.part.count, regions.units)
-    rows = {region: random.dirichlet(np.ones(len(step.rows(region)))) for region in {*regions.names.values()}}
-    return Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)))[0]})
+    rows = {region: random.dirichlet(np.ones(len(step.rows(region)[region]))) for region in {*regions.names.values()}}
+    return Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)[BEFORE]))[0]})
 
 
 def parts(name: str, microbatches: int) -> tuple[Program, Dims, LayerClasses]:
@@ -92,7 +92,7 @@ def test_no_plan_is_faster_than_the_bound_of_three_axes() -> None:
     assert all(plan.overlap for plan in plans)
     least = min(predict(program, dims, plan, classes).predicted.step_seconds for plan in plans)
     step, random = StepTime(regions, len(axes), 1, regions.units), np.random.default_rng(0)
-    rows = {region: random.dirichlet(np.ones(len(step.rows(region)))) for region in {*regions.names.values()}}
-    for weights in (Weights(step), Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)))[0]})):
+    rows = {region: random.dirichlet(np.ones(len(step.rows(region)[region]))) for region in {*regions.names.values()}}
+    for weights in (Weights(step), Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)[BEFORE]))[0]})):
         fixed, claims = bound_by_axes(program, dims, classes, machine, Restrictions(), weights)
         assert 0 < fixed + sum(claim.bound for claim in claims) <= least * (1 + 1e-9)
