@@ -308,12 +308,14 @@ class Redistributions:
         self, arcs: Mapping[tuple[int, int], Move], chunks: Kinds
     ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         """Moves in a row that chunks make one of."""
-        by_source: dict[int, list[tuple[int, int]]] = {}
-        for end in arcs if chunks else ():
-            by_source.setdefault(end[0], []).append(end)
-        for first in arcs if chunks else ():
-            for then in by_source.get(first[1], ()):
-                if self._joined_units(arcs[first], arcs[then], chunks):
+        kinds = {"all_to_all": "all_gather", "reduce_scatter": "all_to_all"}
+        following: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+        for end, move in arcs.items() if chunks else ():
+            if move.kind in kinds.values():
+                following.setdefault((end[0], move.axis, move.kind), []).append(end)
+        for first, move in arcs.items() if following else ():
+            for then in following.get((first[1], move.axis, kinds.get(move.kind, "")), ()):
+                if self._joined_units(move, arcs[then], chunks):
                     yield first, then
 
     def chunked_seconds(self, moves: Sequence[Move], chunks: Kinds = frozenset()) -> NDArray[np.float64]:
@@ -375,7 +377,8 @@ class Redistributions:
         if type(split) is not Split or any(type(p) is not Split or p == split for p in others):
             return 0
         blocks = self._outer(layout, split)
-        return blocks if 2 <= blocks <= MOST_UNITS else 0
+        # Of one axis alone, which stands for a mesh of several: others may split the blocks.
+        return min(blocks, MOST_UNITS) if 2 <= blocks <= MOST_UNITS or len(layout) == 1 else 0
 
     def priced(
         self,

@@ -174,8 +174,9 @@ def test_the_step_is_shorter_as_predicted(recipe: str, axes: dict[str, int]) -> 
     assert plan.certificate.lower_bound <= plan.certificate.objective == known.step_seconds
     assert before - after > 0.9 * known.chunked_seconds
     # What chunks leave out is not predicted.
-    counted = {axis: {k: n for k, n in kinds.items() if n} for axis, kinds in known.collectives.items()}
-    assert counted == {axis: {k: n for k, n in kinds.items() if n} for axis, kinds in census(local).items()}
+    for axis, kinds in census(local).items():
+        assert {k: n for k, n in known.collectives[axis].items() if n} == {k: n for k, (n, _) in kinds.items()}
+        assert known.communication_bytes[axis] == pytest.approx(sum(size for _, size in kinds.values()))
     assert list(differences(plan, recosted(program, plan))) == []
 
 
