@@ -33,10 +33,10 @@ from autopar.pipeline.schedules import order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
-from autopar.search.overlap.simulated import with_chunks
 from autopar.search.pipeline.stage_memory import memory_of_stages, peaks
 from autopar.search.pipeline.stage_times import StageTime, plan_tasks, step_tasks, times_of_plan
 from autopar.search.predict import predict
+from autopar.search.recost import recosted
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 from autopar.simulate import COMMUNICATION, simulate
@@ -88,6 +88,7 @@ PIPELINE_COLUMNS = (
     "schedule",
     "gathered",
     "overlap",
+    "predicted_ms",
     "step_ms",
     "bound_ms",
     "ratio",
@@ -120,9 +121,7 @@ def main() -> None:
         dims = analyze(program)
         for recipe in (r for r in RECIPES if options.only in r and (len(axes) > 1 or r not in ("hsdp", "megatron"))):
             plan = solve(program, axes, "h100", search=Search(recipe=None if recipe == "search" else recipe))
-            classes = layer_classes(program, dims)
             both = [predict(program, dims, replace(plan, overlap=on)) for on in (False, True)]
-            both = [with_chunks(program, dims, each, classes) for each in both]
             rows += [measured(program, each, axes, recipe) for each in both]
             if not options.json:
                 for row in rows[-2:]:
@@ -246,6 +245,7 @@ def measured_pipeline(program: Program, plan: Plan) -> dict[str, Any]:
     return {
         "schedule": plan.pipeline.schedule,
         "overlap": "yes" if plan.overlap else "no",
+        "predicted_ms": round(1e3 * recosted(program, plan).predicted.step_seconds, 1),
         "step_ms": round(1e3 * step, 1),
         "bound_ms": round(1e3 * bound, 1),
         "ratio": round(step / bound, 3),

@@ -151,6 +151,27 @@ class NodeInfo:
 
 
 @dataclass(frozen=True)
+class ChunkedMove:
+    """What a step takes less as a product runs in chunks beside the collective of its rows, by the cost model.
+
+    Attributes:
+        value: name of the value that is moved.
+        axis: along which.
+        backward: whether it is moved in the backward pass.
+        seconds: in a step.
+        dropped: collectives that chunks need no more, such as exchanges that make another dim the first.
+        times: that a step makes the move.
+    """
+
+    value: str
+    axis: str
+    backward: bool
+    seconds: float
+    dropped: tuple[Collective, ...]
+    times: int
+
+
+@dataclass(frozen=True)
 class GraphInfo:
     """What passes know of a graph; the default is that nothing is known.
 
@@ -160,7 +181,7 @@ class GraphInfo:
         recompute: the `autopar.memory.recompute.Recompute` that `annotate_layouts` leaves for `insert_recompute`; None
             before the one and after the other.
         offloaded_states: parameters whose optimizer state is in host memory.
-        chunked_seconds: of a step, that chunks save in its forward pass by the cost model (`chunk_collectives`).
+        chunked: what chunks of products hide, move by move (`chunk_collectives`).
         storages_known: ``val`` shows which tensors share memory (`insert_contiguous`); whoever changes the graph
             or relies on it unsets it.
     """
@@ -169,7 +190,7 @@ class GraphInfo:
     axes: Mapping[str, int] = field(default_factory=dict)
     recompute: Any = None  # its class is above this package
     offloaded_states: frozenset[str] = frozenset()
-    chunked_seconds: float = 0.0
+    chunked: tuple[ChunkedMove, ...] = ()
     storages_known: bool = False
 
 

@@ -95,7 +95,7 @@ class Predicted:
         collectives: how many, by axis and kind.
         communication_seconds: all collectives, hidden or not.
         chunked_seconds: how much less ``step_seconds`` is as products run in chunks beside the collectives of their
-            rows, see `autopar.passes.collectives.chunk_collectives`; the objective of the search is without it.
+            rows, see `autopar.passes.collectives.chunk_collectives`.
         host_seconds: copies to host memory and back.
         host_bytes: the most that a device has in host memory.
     """

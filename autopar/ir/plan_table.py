@@ -173,8 +173,7 @@ def _totals(plan: Plan) -> RenderableType:
         rows.append(("kernels", "fused between collectives, as compile=True runs them"))
     if predicted.chunked_seconds:
         saved = format_seconds(predicted.chunked_seconds)
-        rows.append(("chunks", f"products beside the collectives of their rows save {saved}; the objective and its "
-                               "bound are without"))  # fmt: skip
+        rows.append(("chunks", f"products beside the collectives of their rows save {saved}"))
     memory = predicted.memory_bytes
     # Known categories first, in a fixed order.
     order = [name for name in CATEGORIES if name in memory] + [name for name in memory if name not in CATEGORIES]

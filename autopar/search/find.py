@@ -16,9 +16,8 @@ from autopar.search.budget.tighten import HOPELESS
 from autopar.search.budget.within_budget import plan_by_axes, plan_by_products, plan_within
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
-from autopar.search.overlap.regions import regions_of
-from autopar.search.overlap.simulated import simulated_seconds, with_chunks
-from autopar.search.overlap.step_time import Floats, StepTime
+from autopar.search.overlap.simulated import simulated_seconds
+from autopar.search.overlap.step_time import Floats, step_time_of
 from autopar.search.overlap.weights import Weights
 from autopar.search.predict import predict, step_features
 from autopar.search.solver.certify import Claim
@@ -38,8 +37,8 @@ ROUNDS = 4
 """At most so many weights of kernels and communication are tried."""
 
 CLOSE, CLOSE_WITHIN = 3e-3, 0.1
-"""A plan is good enough if at most this share of its time is above the bound of any weights; where a budget binds, of
-which each round takes long, the second."""
+"""A plan is good enough if at most this share of its time is above the bound of any weights; the second where a budget
+binds, of which each round takes long, and for the stages of pipelines, of which there are many."""
 
 NEAR, SIMULATED = 1.2, 4
 """Of the plans that take at most this multiple of the best one's time, so many are simulated."""
@@ -95,7 +94,8 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
         return rounds.result()
     if rounds.go_on():
         rounds.apart()
-    while rounds.go_on() and len(rounds.found) < ROUNDS:
+    # Pipelines are many, and the best is simulated whatever the search says.
+    while job.graphs == 1 and rounds.go_on() and len(rounds.found) < ROUNDS:
         # Half way from the best so far: plans are few, and say little of weights that are far from theirs.
         weights, known = rounds.strongest.between(rounds.strongest.best(rounds.features)), rounds.known
         try:
@@ -120,10 +120,7 @@ class _Rounds:
     @property
     def all_hidden(self) -> Weights:
         """Weights that price communication only where nothing can hide it."""
-        regions, repeat = regions_of(self.program), self.program.repeat
-        units = regions.units if repeat is None else repeat.extrapolate(regions.units, regions_of(repeat.shorter).units)
-        occupies = tuple(link.occupies for link in self.job.cluster.link_for(self.job.axes))
-        return Weights(StepTime(regions, len(self.job.axes), self.program.part.count, units, occupies))
+        return Weights(step_time_of(self.program, self.job.cluster.link_for(self.job.axes), self.job.graphs))
 
     @property
     def proof(self) -> _Found:
@@ -173,7 +170,7 @@ class _Rounds:
     def go_on(self) -> bool:
         """Whether the best plan may be far from the best there is, and there is time."""
         self.job.progress("communication behind kernels", self.best.predicted.step_seconds, self.proof.bound)
-        return self.above_bound(CLOSE) and time.monotonic() < self.deadline
+        return self.above_bound(CLOSE if self.job.graphs == 1 else CLOSE_WITHIN) and time.monotonic() < self.deadline
 
     def result(self) -> Plan:
         """The best plan, with the highest bound; of several that are close, that which the simulator finds fastest."""
@@ -183,20 +180,21 @@ class _Rounds:
             for p in self.plans
             if p.predicted.step_seconds < NEAR * best.predicted.step_seconds
         }
-        if len(close) > 1:
+        if len(close) > 1 and self.job.graphs == 1:  # graphs of stages are simulated anyway
             few = [close[seconds] for seconds in sorted(close)[:SIMULATED]]
             self.job.progress(f"simulating {len(few)} plans", best.predicted.step_seconds, proof.bound)
             best = min(few, key=lambda plan: simulated_seconds(self.program, plan, self.classes))
         seconds = best.predicted.step_seconds
-        certificate = replace(best.certificate, objective=seconds, lower_bound=min(proof.bound, seconds))
-        best = with_chunks(self.program, self.dims, best, self.classes)
+        # The best plan may be one that was found as if nothing was hidden.
+        space, bound = proof.plan.certificate.space, min(proof.bound, seconds)
+        certificate = replace(best.certificate, objective=seconds, lower_bound=bound, space=space)
         return replace(best, certificate=proof.checked(self.job, certificate))
 
     def _problem(self, weights: Weights | None) -> BudgetProblem:
         return BudgetProblem.of(self.program, self.dims, self.classes, self.job, weights)
 
     def _add(self, plan: Plan) -> None:
-        self.plans.append(predict(self.program, self.dims, plan, self.classes))
+        self.plans.append(predict(self.program, self.dims, plan, self.classes, graphs=self.job.graphs))
         self.features.append(step_features(self.program, self.dims, plan, self.classes))
 
 

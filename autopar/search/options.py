@@ -272,6 +272,7 @@ class Job:
         stages: the pipeline whose devices the plan is for; None: the devices have the whole model.
         deterministic: random numbers are those of one device.
         overlap: whether collectives may run beside kernels, so that what these hide costs nothing.
+        graphs: so many graphs of stages the model is cut into, each of which begins with a gather that nothing hides.
     """
 
     axes: Mapping[str, int]
@@ -286,12 +287,13 @@ class Job:
     stages: ScheduledStages | None = None
     deterministic: bool = False
     overlap: bool = True
+    graphs: int = 1
 
     @property
     def overlaps(self) -> bool:
-        """Whether there is something to overlap: the stages of a pipeline are planned as if nothing did."""
+        """Whether there is something to overlap."""
         sends = any(size > 1 for size in self.axes.values())
-        return self.overlap and self.search.overlap and self.stages is None and self.all_points and sends
+        return self.overlap and self.search.overlap and self.all_points and sends
 
     @property
     def state_share(self) -> float:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 from torch import fx
 
 from autopar.costs.collectives import wire_bytes
 from autopar.costs.host_copies import copy_seconds
 from autopar.costs.memory import optimizer_state_bytes
-from autopar.ir.graph import module_path, without_indices
+from autopar.ir.graph import module_path, producer, without_indices
 from autopar.ir.layout import Layout, TensorType, describe, item_bytes
+from autopar.ir.node_info import ChunkedMove, graph_info
 from autopar.ir.plan import ModuleRow, Plan, Predicted
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
-from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS, Regions, regions_of
-from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
+from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS, CHUNKED, Regions, regions_of
+from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, feature, no_features, step_time_of
+from autopar.search.peak import unverified
 from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, split_parts
 from autopar.sharding.dims import Dims, analyze
@@ -34,56 +38,70 @@ _COUNTED = ("instances", "seconds", "communication_bytes", "memory_bytes")
 """Numbers in a `ModuleRow`."""
 
 
-def predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None = None) -> Plan:
-    """The plan with its prediction and its table of modules, of the whole model even if layers are left out."""
-    predicted, modules = _prediction(program, dims, plan, classes)
-    return replace(plan, predicted=predicted, modules=modules)
+NEGLIGIBLE = 1e-3
+"""Share of a step: no graph is emitted for plans of which chunks could not save more."""
 
 
-def _prediction(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None) -> Prediction:
-    if program.repeat is None:
-        return _predict(program, dims, plan, classes)
+def predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None = None, *, graphs: int = 1) -> Plan:
+    """The plan with its prediction and its table of modules, of the whole model even if layers are left out.
+
+    Args:
+        program: canonical program of one microbatch.
+        dims: its dimension analysis.
+        plan: for this program.
+        classes: its layer classes, where they are known.
+        graphs: see `autopar.search.overlap.step_time.StepTime`.
+    """
     classes = classes or layer_classes(program, dims)
     # Layers may be treated in several ways; each part is the whole model treated in one of them.
-    parts = [(share, _extrapolated(program, dims, part, classes)) for share, part in uniform(plan, classes.count)]
+    parts = [(share, _predicted(program, dims, part, classes, graphs)) for share, part in _ways(program, plan, classes)]
     if len(parts) == 1:
-        return parts[0][1]
+        ((_, (predicted, modules)),) = parts
+        return replace(plan, predicted=predicted, modules=modules)
     predicted = Predicted(**weighted([(share, vars(totals)) for share, (totals, _) in parts]))
     rows = []
     for alike in zip(*(modules for _, (_, modules) in parts), strict=True):
         counted = [{name: getattr(row, name) for name in _COUNTED} for row in alike]
         numbers = [(share, own) for (share, _), own in zip(parts, counted, strict=True)]
         rows.append(replace(alike[0], **weighted(numbers)))
-    return predicted, tuple(rows)
+    return replace(plan, predicted=predicted, modules=tuple(rows))
 
 
-def _extrapolated(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> Prediction:
-    """The prediction of the whole model from a program with repeated layers left out.
+def _ways(program: Program, plan: Plan, classes: LayerClasses) -> list[tuple[float, Plan]]:
+    """The plans of which a plan is made up where layers are left out, each with the share of the layers treated so."""
+    return [(1.0, plan)] if program.repeat is None else uniform(plan, classes.count)
 
-    What one captured layer adds to a program of a layer less is what every further layer adds.
-    """
-    assert program.repeat is not None
-    totals, modules = _predict(program, dims, plan, classes)
-    shorter = program.repeat.shorter
-    totals_of_shorter, modules_of_shorter = _predict(shorter, analyze(shorter), plan, None)
-    whole = program.repeat.extrapolate
+
+def _predicted(program: Program, dims: Dims, plan: Plan, classes: LayerClasses, graphs: int) -> Prediction:
+    """The prediction of the whole model, whose layers are all treated alike where some are left out."""
+    accounts, repeat = _accounts(program, dims, plan, classes), program.repeat
+    step = step_time_of(program, machine_of(plan).links, graphs)
+    in_one_piece = step.seconds(_extrapolated(program, [a.features for a in accounts]))
+    if plan.overlap and in_one_piece - step.seconds(_optimistic(program, accounts)) > NEGLIGIBLE * in_one_piece:
+        for account in accounts:
+            account.cut(graph_info(unverified(account.program, plan).graph).chunked)
+    seconds = step.seconds(_extrapolated(program, [a.features for a in accounts]))
+    totals = _extrapolated(program, [vars(_totals(plan, account)) for account in accounts])
+    predicted = Predicted(**totals)
+    if plan.overlap:
+        predicted = replace(predicted, step_seconds=seconds, chunked_seconds=max(in_one_piece - seconds, 0.0))
+    modules = [_rows(a.program, a.dims, plan, a.assignment, a) for a in accounts]
+    if repeat is None:
+        return predicted, modules[0]
+    whole = repeat.extrapolate
     rows = tuple(
         replace(row, **{name: whole(getattr(row, name), getattr(less, name)) for name in _COUNTED})
-        for row, less in zip(modules, modules_of_shorter, strict=True)
+        for row, less in zip(*modules, strict=True)
     )
-    return Predicted(**whole(vars(totals), vars(totals_of_shorter))), rows
+    return predicted, rows
 
 
-def _predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None) -> Prediction:
-    """The prediction of the program as it is."""
-    account = _account(program, dims, plan, classes or layer_classes(program, dims))
-    assignment, regions = account.assignment, account.regions
-    occupies = tuple(link.occupies for link in machine_of(plan).links)
-    step = StepTime(regions, len(plan.axes), program.part.count, regions.units, occupies)
-    predicted = Predicted(
-        step_seconds=step.seconds(account.features) if plan.overlap else sum(account.seconds.values()),
+def _totals(plan: Plan, account: _Account) -> Predicted:
+    """Totals of the program as it is, as if nothing overlapped."""
+    return Predicted(
+        step_seconds=sum(account.seconds.values()),
         compute_seconds=account.compute,
-        memory_bytes=_memory(program, plan, assignment),
+        memory_bytes=_memory(account.program, plan, account.assignment),
         communication_bytes={a: account.sent[a] for a in plan.axis_names},
         collectives={a: dict(sorted(account.collectives[a].items())) for a in plan.axis_names},
         peak_bytes=plan.predicted.peak_bytes,  # measured on the graph: a prediction has none of its own
@@ -91,23 +109,45 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | N
         host_bytes=account.host_bytes,
         communication_seconds=account.communication,
     )
-    return predicted, _rows(program, dims, plan, assignment, account)
 
 
 def step_features(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> dict[str, Floats]:
-    """Seconds in each region of a step of the whole model, see `autopar.search.overlap.step_time`."""
+    """Seconds in each region of a step of the whole model, see `autopar.search.overlap.step_time`.
 
-    def of(program: Program, dims: Dims, classes: LayerClasses) -> dict[str, Floats]:
-        return _account(program, dims, plan, classes).features
+    They are as the search counts them: chunks hide as much as chunks can.
+    """
+    parts = [(share, _optimistic(program, _accounts(program, dims, part, classes)))
+             for share, part in _ways(program, plan, classes)]  # fmt: skip
+    none = no_features(len(plan.axes))
+    regions = dict.fromkeys(region for _, own in parts for region in own)
+    return {r: np.asarray(sum(share * own.get(r, none) for share, own in parts)) for r in regions}
 
-    found = of(program, dims, classes)
-    if program.repeat is None:
-        return found
-    shorter = program.repeat.shorter
-    dims = analyze(shorter)
-    less = of(shorter, dims, layer_classes(shorter, dims))
-    whole: dict[str, Floats] = program.repeat.extrapolate(found, less)
-    return whole
+
+def _optimistic(program: Program, accounts: Sequence[_Account]) -> dict[str, Floats]:
+    """Features of the whole model as if chunks hid as much as they can."""
+    none = no_features(len(accounts[0].machine.names))
+    found: dict[str, Floats] = _extrapolated(
+        program, [{r: own + a.hideable.get(r, none) for r, own in a.features.items()} for a in accounts]
+    )
+    return found
+
+
+def _accounts(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> list[_Account]:
+    """All that a plan costs, and of a deep model all that it costs with a layer less."""
+    found = [_account(program, dims, plan, classes)]
+    if program.repeat is not None:
+        shorter = program.repeat.shorter
+        dims = analyze(shorter)
+        found.append(_account(shorter, dims, plan, layer_classes(shorter, dims)))
+    return found
+
+
+def _extrapolated(program: Program, found: Sequence[Any]) -> Any:
+    """Numbers of the whole model.
+
+    What one captured layer adds to a program of a layer less is what every further layer adds.
+    """
+    return found[0] if program.repeat is None else program.repeat.extrapolate(*found)
 
 
 def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, float]:
@@ -118,7 +158,7 @@ def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, floa
 def _account(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> _Account:
     """All that a plan costs, of the program as it is."""
     assignment = assign(program, dims, plan, classes)
-    account = _Account(machine_of(plan), regions_of(program), assignment)
+    account = _Account(program, dims, classes, machine_of(plan), regions_of(program), assignment)
     _count_operators(program, dims, assignment, classes, account)
     _count_moves(program, dims, assignment, classes, account)
     _count_copies(program, dims, assignment, account, plan.optimizer)
@@ -129,6 +169,9 @@ def _account(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) ->
 class _Account:
     """Totals, by node, module and axis."""
 
+    program: Program
+    dims: Dims
+    classes: LayerClasses
     machine: Machine
     regions: Regions
     assignment: Assignment
@@ -141,6 +184,7 @@ class _Account:
     module_sent: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     collectives: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
     features: dict[str, Floats] = field(default_factory=dict)
+    hideable: dict[str, Floats] = field(default_factory=dict)  # at the most, by chunks: to be added to the features
 
     def kernels(self, node: fx.Node, seconds: float, recomputed: float, *, hoisted: bool) -> None:
         """Add the seconds of an operator's kernels, and those of them in which it is recomputed."""
@@ -155,6 +199,33 @@ class _Account:
         """Add to a feature of a region, see `autopar.search.overlap.step_time`."""
         if seconds:
             self.features.setdefault(region, no_features(len(self.machine.names)))[which] += seconds
+
+    def cut(self, moves: Iterable[ChunkedMove]) -> None:
+        """Count what chunks of products hide, and leave out what they need no more."""
+        nodes, axes = {n.name: n for n in self.program.graph.graph.nodes}, len(self.machine.names)
+        for move in moves:
+            value, axis = producer(nodes[move.value]), self.machine.names.index(move.axis)
+            gone = sum(map(self.machine.seconds, move.dropped)) * move.times
+            left = move.seconds
+            # Where the value is moved, or where the first of its class is: see `_count_moves`.
+            first = (self.classes.members[self.classes.key[value[0]]][0], value[1])
+            for like in (value, first):
+                region, kind = self.regions.of_move(like, backward=move.backward)
+                own = self.features.get(region)
+                if own is None or kind not in BLOCKING_KINDS:
+                    continue
+                hidden = min(left, own[feature(kind, axis, axes)])
+                own[feature(kind, axis, axes)] -= hidden
+                own[feature(CHUNKED, axis, axes)] += max(hidden - gone, 0.0)
+                left -= hidden
+                gone = 0.0
+            for made in move.dropped:
+                name = made.axis
+                sent = float(wire_bytes(made.kind, made.bytes, self.machine.sizes[self.machine.names.index(name)]))
+                self.sent[name] -= sent * move.times
+                self.module_sent[module_path(value[0])][name] -= sent * move.times
+                self.collectives[name][made.kind] -= move.times
+                self.communication -= self.machine.seconds(made) * move.times
 
     def copy(self, node: fx.Node, size: float, seconds: float, region: str) -> None:
         """Add what a device has in host memory, and the seconds to copy it there and back in a step."""
@@ -215,25 +286,43 @@ def _count_moves(
     program: Program, dims: Dims, assignment: Assignment, classes: LayerClasses, account: _Account
 ) -> None:
     tables = Tables(account.machine)
-    known: dict[tuple[Redistributions, tuple[Move, ...]], list[tuple[float, float, float, float, float]]] = {}
+    sizes: dict[tuple[Redistributions, tuple[Move, ...]], list[float]] = {}
+    known: dict[tuple[Any, frozenset[str]], Floats] = {}
     regions, axes = account.regions, len(account.machine.names)
     for value, counted in all_moves(program, dims, assignment, tables).items():
         table, moves, node = tables.of(dims.types[value]), [move for move, _, _ in counted], value[0]
         key = (table, tuple(moves))
-        if key not in known:
-            sizes = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
-            known[key] = [(size, *parts) for size, parts in zip(sizes, table.parts_of(moves), strict=True)]
+        chunks = regions.chunkable.get(value, frozenset())
+        if key not in sizes:
+            sizes[key] = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
+        for kinds in {frozenset(), chunks}:
+            if (key, kinds) not in known:
+                known[key, kinds] = table.chunked_seconds(moves, kinds)
+        whole, least = known[key, frozenset()], known[key, chunks]
         # As the search counts them: to its consumer layout each member of a class is moved where the first is.
         first = (classes.members[classes.key[node]][0], value[1])
         consumer = assignment.consumer_layouts.get(value)
         shared = () if consumer is None else table.path(assignment.outputs[value], consumer)
-        for (size, kernels, sent, messages, waited), (move, times, at) in zip(known[key], counted, strict=True):
-            account.move(node, move.kind, move.axis, size, times, kernels, sent + messages + waited)
+        for i, (size, (move, times, at)) in enumerate(zip(sizes[key], counted, strict=True)):
+            account.move(node, move.kind, move.axis, size, times, float(whole[0, i]), float(whole[1:, i].sum()))
             like = first if move in shared else value
             region, kind = regions.of_move(like, backward=at == IN_BACKWARD, hoisted=at == HOISTED)
-            account.add(region, KERNELS, (kernels + waited * (kind in BLOCKING_KINDS)) * times)
-            sent += messages * regions.share(region, kind)
-            account.add(region, feature(kind, move.axis, axes), sent * times)
+            share, sent = regions.share(region, kind), feature(kind, move.axis, axes)
+            kernels, told = _features_of(whole[:, i], move.axis, axes, kind, share)
+            account.add(region, KERNELS, kernels * times)
+            account.add(region, sent, told * times)
+            if chunks:
+                more = account.hideable.setdefault(region, no_features(axes))
+                least_kernels, least_told = _features_of(least[:, i], move.axis, axes, kind, share)
+                more[KERNELS] += (least_kernels - kernels) * times
+                more[sent] += (least_told - told) * times
+                more[feature(CHUNKED, move.axis, axes)] += least[1 + axes + move.axis, i] * times
+
+
+def _features_of(parts: Floats, axis: int, axes: int, kind: int, share: float) -> tuple[float, float]:
+    """Seconds of kernels and waits, and of what is sent, of a move whose parts are told apart."""
+    waits = parts[-1] if kind in BLOCKING_KINDS else 0.0
+    return float(parts[0] + waits), float(parts[1 + axis] + share * parts[1 + 2 * axes + axis])
 
 
 def _count_copies(program: Program, dims: Dims, assignment: Assignment, account: _Account, optimizer: str) -> None:

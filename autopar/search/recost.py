@@ -10,9 +10,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes.pad_dims import pad
 from autopar.search.microbatch.split import microbatch_program
-from autopar.search.overlap.simulated import with_chunks
 from autopar.search.peak import peak_of
-from autopar.search.pipeline.stage_peak import cut_again, overlapped
+from autopar.search.pipeline.stage_peak import cut_again
 from autopar.search.predict import predict
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
@@ -46,25 +45,21 @@ def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Pl
     classes = layer_classes(padded, dims)
     held = peak_of(padded, plan, classes) if plan.predicted.peak_bytes else {}
     found = predict(padded, dims, replace(plan, predicted=replace(plan.predicted, peak_bytes=held)), classes)
-    counted = _with_objective(found, found.predicted.step_seconds)
-    # A plan that was drawn is predicted as the search counts.
-    return counted if plan.certificate.method == "random" else with_chunks(padded, dims, counted, classes)
+    return _with_objective(found, found.predicted.step_seconds)
 
 
 def _in_stages(part: Program, plan: Plan) -> Plan:
-    """The same with stages, whose objective is of a step in which nothing overlaps."""
+    """The same with stages."""
     assert plan.pipeline is not None
     link = dict(zip(plan.axis_names, plan.cluster.link_for(dict(plan.axes)), strict=True))[plan.pipeline.axis]
     padded = pad(part, plan.padding)
-    alone = predict(padded, analyze(padded), replace(plan.inner, overlap=False, stages=Plan.stages))
-    cut, shape, actions = cut_again(plan, part, link, overlap=False)
-    objective = cut.seconds(actions)
+    alone = predict(padded, analyze(padded), replace(plan.inner, stages=Plan.stages))
+    cut, shape, actions = cut_again(plan, part, link)
+    seconds = cut.seconds(actions)
     cut = replace(cut, plan=replace(cut.plan, predicted=alone.predicted))
-    predicted = cut.predicted(shape, actions, objective)
-    if plan.overlap:
-        cut, _, _ = cut_again(plan, part, link, overlap=True)
-        predicted = overlapped(predicted, cut.peak(actions), cut.seconds(actions))
-    return _with_objective(replace(plan, predicted=predicted, modules=alone.modules), objective)
+    return _with_objective(
+        replace(plan, predicted=cut.predicted(shape, actions, seconds), modules=alone.modules), seconds
+    )
 
 
 def _with_objective(plan: Plan, seconds: float) -> Plan:

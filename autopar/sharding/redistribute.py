@@ -7,7 +7,8 @@ Floyd-Warshall over the tensor's layouts (R. W. Floyd, "Algorithm 97: Shortest p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,6 +21,13 @@ from autopar.ir.layout import ByExpert, Factor, Layout, Partial, Placement, Repl
 from autopar.ir.ops.collectives import Collective
 from autopar.rules.remembered import remembered
 from autopar.sharding.candidates import layouts, split_parts
+
+Kinds = frozenset[str]
+"""Kinds of moves."""
+
+PIECES, MOST_UNITS = 8, 64
+"""A sum over devices may be cut anywhere: into so many pieces, or fewer where rows do not divide. Of more units than
+the second no chunks are looked for: each would be sent in a message of its own."""
 
 WIRE = {"bool": "uint8", "int16": "int32"}
 """What dtypes are sent as that Gloo does not support; complex ones are sent as pairs."""
@@ -115,6 +123,7 @@ class Redistributions:
         self.machine = machine
         self.layouts = layouts(type_, machine.sizes)
         self.index = {layout: i for i, layout in enumerate(self.layouts)}
+        self._apart: dict[Kinds, NDArray[np.float64]] = {}
 
     def moves(self) -> list[Move]:
         """Every legal single-axis move between two layouts."""
@@ -172,12 +181,6 @@ class Redistributions:
                 ring = COLLECTIVES[kind](size[members], self.machine.sizes[axis], links[axis])
                 seconds[members] += ring + launch
         return seconds
-
-    def parts_of(self, moves: Sequence[Move]) -> list[tuple[float, float, float, float]]:
-        """Seconds of each move's kernels, of what its collective sends, of its messages, and of waits for it."""
-        messages = self.message_seconds(moves)
-        parts = self.local_seconds(moves), self.sent_seconds(moves) - messages, messages, self.waits(moves)
-        return list(zip(*(part.tolist() for part in parts), strict=True))
 
     def message_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """What `sent_seconds` has of latency and launch: values that are sent together take it once."""
@@ -287,43 +290,131 @@ class Redistributions:
         """``[layouts, layouts]``: time from row to column; inf where there is none (nothing becomes Partial)."""
         return self._solved[0]
 
-    @cached_property
-    def _apart(self) -> NDArray[np.float64]:
-        """``[2 + 2 axes, layouts, layouts]``: seconds along each path.
-
-        Of kernels; of what collectives send on each axis; of their messages on each axis; and of waits.
-        """
+    def apart(self, chunks: Kinds = frozenset()) -> NDArray[np.float64]:
+        """``[2 + 3 axes, layouts, layouts]``: along each path seconds as `chunked_seconds` tells them apart."""
+        if chunks in self._apart:
+            return self._apart[chunks]
         distance, step, arcs = self._solved
-        count, axes = len(self.layouts), len(self.machine.sizes)
-        hops = np.zeros((2 + 2 * axes, count, count))
-        moves = list(arcs.values())
-        for (a, b), move, (kernels, sent, messages, waited) in zip(arcs, moves, self.parts_of(moves), strict=True):
-            hops[0, a, b], hops[-1, a, b] = kernels, waited
-            hops[1 + move.axis, a, b], hops[1 + axes + move.axis, a, b] = sent, messages
+        count = len(self.layouts)
+        own = self.chunked_seconds(list(arcs.values()), chunks)
+        hops = np.zeros((len(own), count, count))
+        ends = np.array(list(arcs), dtype=np.int64).reshape(-1, 2)
+        hops[:, ends[:, 0], ends[:, 1]] = own
+        # What two moves in a row take less than each by itself, if these are the next on the way to a target.
+        less = np.zeros_like(hops)
+        for (a, b), (_, c) in self._pairs(arcs, chunks):
+            together = self.chunked_seconds([arcs[a, b], arcs[b, c]], chunks).sum(1)
+            targets = (step[a] == b) & (step[b] == c) & np.isfinite(distance[a])
+            less[:, a, targets] = (together - hops[:, a, b] - hops[:, b, c])[:, None]
         found = np.zeros_like(hops)
         target = np.tile(np.arange(count), (count, 1))
         at = np.where(np.isfinite(distance), target.T, target)
         while (at != target).any():
             following = step[at, target]
-            found += np.where(at == target, 0.0, hops[:, at, following])
+            found += np.where(at == target, 0.0, hops[:, at, following] + less[:, at, target])
             at = np.where(at == target, at, following)
+        self._apart[chunks] = found
         return found
 
+    def _pairs(
+        self, arcs: Mapping[tuple[int, int], Move], chunks: Kinds
+    ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        """Moves in a row that chunks make one of."""
+        kinds = {"all_to_all": "all_gather", "reduce_scatter": "all_to_all"}
+        following: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+        for end, move in arcs.items() if chunks else ():
+            if move.kind in kinds.values():
+                following.setdefault((end[0], move.axis, move.kind), []).append(end)
+        for first, move in arcs.items() if following else ():
+            for then in following.get((first[1], move.axis, kinds.get(move.kind, "")), ()):
+                if self._joined_units(move, arcs[then], chunks):
+                    yield first, then
+
+    def chunked_seconds(self, moves: Sequence[Move], chunks: Kinds = frozenset()) -> NDArray[np.float64]:
+        """``[2 + 3 axes, moves]``: at least what moves of a value take, one after the other, told apart.
+
+        Seconds of kernels, then of what collectives send on each axis, then on each axis of those that chunks of a
+        product hide at the most: all but the first chunk. Chunks need no exchange that only makes another dim the
+        first, nor copies. Then of messages on each axis, see `message_seconds`, which are among what is sent where
+        there are chunks; and in the end of waits.
+
+        Args:
+            moves: in their order.
+            chunks: kinds of collectives beside which there is a product of their rows.
+        """
+        axes = len(self.machine.sizes)
+        found = np.zeros((2 + 3 * axes, len(moves)))
+        found[0], found[-1] = self.local_seconds(moves), self.waits(moves)
+        sent, messages = self.sent_seconds(moves), self.message_seconds(moves)
+        for i, move in enumerate(moves):
+            found[1 + move.axis, i], found[1 + 2 * axes + move.axis, i] = sent[i] - messages[i], messages[i]
+        if not chunks:
+            return found
+        units = [self._units(move, chunks) for move in moves]
+        gone: set[int] = set()
+        for i, (move, then) in enumerate(itertools.pairwise(moves)):
+            joined = self._joined_units(move, then, chunks)
+            if joined:
+                exchange = i if move.kind == "all_to_all" else i + 1
+                gone.add(exchange)
+                units[2 * i + 1 - exchange] = joined
+        for i, move in enumerate(moves):
+            if i in gone:
+                found[:, i] = 0
+            elif units[i] > 1:
+                size, link = moved_bytes(self.type, move, self.machine.sizes), self.machine.links[move.axis]
+                first = float(COLLECTIVES[move.kind](size / units[i], self.machine.sizes[move.axis], link))
+                first = min(first + self.machine.device.launch, float(sent[i]))
+                found[1 + axes + move.axis, i] = sent[i] - first
+                found[0, i], found[1 + move.axis, i], found[1 + 2 * axes + move.axis, i] = 0, first, 0
+        return found
+
+    def _units(self, move: Move, chunks: Kinds) -> int:
+        """Into how many pieces chunks may cut a move's collective; 0: it stays whole."""
+        if move.kind not in chunks or self.machine.sizes[move.axis] == 1:
+            return 0
+        return PIECES if move.kind == "all_reduce" else self._blocks(move.source, move.target, move.axis)
+
+    def _joined_units(self, move: Move, then: Move, chunks: Kinds) -> int:
+        """The same of two moves, one of which only exchanges blocks for the other, which is then left out."""
+        gathers = (move.kind, then.kind) == ("all_to_all", "all_gather")
+        if move.axis != then.axis or move.target != then.source or self.machine.sizes[move.axis] == 1:
+            return 0
+        if not gathers and (move.kind, then.kind) != ("reduce_scatter", "all_to_all"):
+            return 0
+        kind = then.kind if gathers else move.kind
+        return self._blocks(move.source, then.target, move.axis) if kind in chunks else 0
+
+    def _blocks(self, source: Layout, target: Layout, axis: int) -> int:
+        """Local blocks of what is outside of the factor that an axis splits before or after a move."""
+        split, layout = (source[axis], source) if isinstance(source[axis], Split) else (target[axis], target)
+        others = [p for i, p in enumerate(layout) if i != axis and self.machine.sizes[i] > 1 and isinstance(p, Split)]
+        if type(split) is not Split or any(type(p) is not Split or p == split for p in others):
+            return 0
+        blocks = self._outer(layout, split)
+        # Of one axis alone, which stands for a mesh of several: others may split the blocks.
+        return min(blocks, MOST_UNITS) if 2 <= blocks <= MOST_UNITS or len(layout) == 1 else 0
+
     def priced(
-        self, rows: NDArray[np.int64], columns: NDArray[np.int64], prices: NDArray[np.float64]
+        self,
+        rows: NDArray[np.int64],
+        columns: NDArray[np.int64],
+        prices: NDArray[np.float64],
+        chunks: Kinds = frozenset(),
     ) -> NDArray[np.float64]:
         """Seconds from some layouts to others, each kind at a price; inf where there is no way.
 
         Args:
             rows: numbers of layouts, [A].
             columns: numbers of layouts, [B].
-            prices: for each column, of each of `_apart`, [B, 2 + 2 axes].
+            prices: of what `chunked_seconds` tells apart, for each column, [B, 2 + 3 axes].
+            chunks: kinds of collectives that chunks of products may hide.
         """
         chosen = np.ix_(rows, columns)
         seconds: NDArray[np.float64] = self.seconds[chosen]
         if (prices == prices[:, :1]).all():
             return seconds * prices[:, 0]
-        apart = self._apart[:, chosen[0], chosen[1]]
+        apart = self.apart(chunks)[:, chosen[0], chosen[1]]
         return np.where(np.isfinite(seconds), np.einsum("kab,bk->ab", apart, prices), np.inf)
 
     def path(self, source: Layout, target: Layout) -> tuple[Move, ...]:

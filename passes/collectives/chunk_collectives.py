@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import inherit_origin, is_backward
-from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
+from autopar.ir.node_info import ChunkedMove, graph_info, info, set_graph_info, set_info
 from autopar.ir.ops.collectives import c10d
 from autopar.ir.ops.rows import add_rows_, gather_rows_, multiply_rows_, new_rows, reduce_rows_, scatter_rows_
 from autopar.ir.plan import Plan
@@ -58,7 +58,7 @@ def chunk_collectives(program: Program, plan: Plan) -> Program:
     order = {n: i for i, n in enumerate(graph.nodes)}
     replaced, sources = set[fx.Node](), set[fx.Node]()
     chosen: list[tuple[Site, tuple[int, ...]]] = []
-    saved = 0.0
+    saved: list[ChunkedMove] = []
     for node in order:
         if info(node).collective is None or node in others or is_hoisted(node):
             continue
@@ -71,17 +71,24 @@ def chunk_collectives(program: Program, plan: Plan) -> Program:
             chosen.append((site, chunks))
             replaced |= site.replaced
             sources.add(site.source)
-            # In the backward pass predictions count on gradients of weights beside what is communicated.
-            saved += 0.0 if is_backward(node) else gain * program.runs(node)
+            saved.append(_saved(site, gain, program.runs(node)))
     if chosen:
         for site, chunks in chosen:
             _Emitter(graph, site, chunks, order).emit()
         # Who reads what is whole later now follows it.
         reorder(graph, {n: float(i) for i, n in enumerate(graph.nodes) if n.op not in ("placeholder", "output")})
         propagate(program, plan)
-        set_graph_info(program.graph, replace(graph_info(program.graph), chunked_seconds=saved))
+        set_graph_info(program.graph, replace(graph_info(program.graph), chunked=tuple(saved)))
         program.graph.recompile()
     return program
+
+
+def _saved(site: Site, gain: float, times: int) -> ChunkedMove:
+    made = collective_of(site.collective)
+    dropped = tuple(c for n in site.moved if n is not site.collective and (c := info(n).collective) is not None)
+    value, backward = info(site.collective).moved_value, is_backward(site.collective)
+    assert value is not None
+    return ChunkedMove(value, made.axis, backward, gain * times, dropped, times)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from autopar.pipeline.schedules import order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs
 from autopar.search.options import Search
 from autopar.search.pipeline.stage_memory import memory_of_stages, peaks
-from autopar.search.pipeline.stage_peak import with_overlap
 from autopar.search.pipeline.stage_times import plan_tasks
+from autopar.search.recost import recosted
 from autopar.simulate import simulate
 from autopar.verify.verify import compare, global_values
 from benchmarks.overlap import gathered_per_use
@@ -176,17 +176,23 @@ def test_what_is_in_flight_must_fit() -> None:
         for on in (False, True)
     )
     assert ahead > alone
-    part = rewrite(program, plan, passes=())
-    link = plan.cluster.axis_links["stage"]
-    slow = replace(plan, overlap=False, predicted=replace(plan.predicted, step_seconds=1.0))
-    tight, roomy = (with_overlap(slow, part, link, m + 1) for m in (alone, ahead))
-    assert not tight.overlap
-    assert roomy.overlap
-    assert sum(roomy.predicted.peak_bytes.values()) == ahead
-    assert roomy.predicted.step_seconds == pytest.approx(
-        simulate(plan_tasks(rewrite(program, roomy), roomy)).step_seconds
-    )
-    assert not with_overlap(replace(roomy, overlap=False), part, link, None).overlap  # it is no faster
+    counted = [recosted(program, replace(plan, overlap=on)).predicted for on in (False, True)]
+    assert [sum(p.peak_bytes.values()) for p in counted] == [alone, ahead]
+    # Of a budget that leaves no room for what is in flight, nothing is taken.
+    pins = {"stages": STAGES, "stage_axis": "stage", "microbatches": 4, "schedule": "1f1b", "recompute": "none"}
+    search = Search(recipe="fsdp", pins=pins, cache=False)
+    for memory in (None, 1.02 * ahead):
+        found = solve(program, AXES, "h100", memory=memory, search=search, deterministic=True)
+        local = rewrite(program, found, passes=DETERMINISTIC_PASSES)
+        held = peaks(memory_of_stages(StageGraphs(local, STAGES), found.inner, False), order_of(found))
+        most = max(sum(p.values()) for p in held)
+        assert memory is None or most <= memory
+        assert sum(found.predicted.peak_bytes.values()) == most
+        assert found.overlap
+        step = simulate(plan_tasks(local, found)).step_seconds
+        assert found.predicted.step_seconds == found.certificate.objective == pytest.approx(step)
+        assert found.certificate.lower_bound <= step
+        assert "hidden behind" in found.certificate.space
 
 
 @pytest.mark.deep

@@ -151,8 +151,8 @@ def test_paths_add_up(type_: TensorType, sizes: tuple[int, ...], cluster: str) -
         assert [m.source for m in path] == [source, *(m.target for m in path[:-1])] if path else source == target
         assert not path or path[-1].target == target
         assert sum(table.move_seconds(path)) == pytest.approx(table.seconds[i, j])
-        assert np.sum(table.parts_of(path)) == pytest.approx(table.seconds[i, j])
-        ones = np.ones((1, 2 + 2 * len(sizes)))
+        assert table.chunked_seconds(path).sum() == pytest.approx(table.seconds[i, j])
+        ones = np.ones((1, 2 + 3 * len(sizes)))
         ones[0, -1] += 1e-12  # not all alike: each part is priced by itself
         priced = table.priced(np.array([i]), np.array([j]), ones)
         assert priced[0, 0] == pytest.approx(table.seconds[i, j])

@@ -27,7 +27,7 @@ from autopar.search.overlap.weights import Weights
 from autopar.search.solver.problem import Edge, Node, Problem
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
-from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute import Kinds, Tables
 
 
 @dataclass(frozen=True)
@@ -110,23 +110,27 @@ def _edges(context: BuildContext, variables: Sequence[Variable]) -> list[Edge]:
     number = {v.key: i for i, v in enumerate(variables)}
     found = []
 
-    def connect(source: str, out: int, target: str, into: int, weight: int, moves: int, prices: Floats) -> None:
+    def connect(
+        source: str, out: int, target: str, into: int, weight: int, moves: int, prices: Floats, chunks: Kinds
+    ) -> None:
         i, j = number[source], number[target]
         u, v = variables[i], variables[j]
-        table, u_group, v_group = _edge_table(u, v, ("out", out), ("in", into), weight, moves, context.tables, prices)
+        table, u_group, v_group = _edge_table(
+            u, v, ("out", out), ("in", into), weight, moves, context.tables, prices, chunks
+        )
         found.append(Edge(i, j, u_group, v_group, table))
 
     for (key, out), users in context.classes.uses.items():
         # A sum over microbatches is moved once per step, after the last of them.
         source, moves = _source(context, key), context.program.moves(context.classes.members[key][0])
-        consumer = f"consumer {key} {out}"
+        consumer, chunks = f"consumer {key} {out}", context.chunks(key, out)
         if consumer in number:
-            connect(source, out, consumer, 0, context.classes.count[key], moves, context.move_prices(key, out))
+            connect(source, out, consumer, 0, context.classes.count[key], moves, context.move_prices(key, out), chunks)
         for (target, into), weight in users.items():
             if consumer in number:
-                connect(consumer, 0, target, into, weight, moves, context.move_prices(key, out, target))
+                connect(consumer, 0, target, into, weight, moves, context.move_prices(key, out, target), chunks)
             else:
-                connect(source, out, target, into, weight, moves, context.move_prices(key, out, target))
+                connect(source, out, target, into, weight, moves, context.move_prices(key, out, target), chunks)
     return found
 
 
@@ -139,7 +143,15 @@ def _source(context: BuildContext, key: str) -> str:
 
 
 def _edge_table(
-    u: Variable, v: Variable, out: Port, into: Port, weight: int, moves: int, tables: Tables, prices: Floats
+    u: Variable,
+    v: Variable,
+    out: Port,
+    into: Port,
+    weight: int,
+    moves: int,
+    tables: Tables,
+    prices: Floats,
+    chunks: Kinds = frozenset(),
 ) -> tuple[Floats, Ints, Ints]:
     """Seconds to move what one variable produces to where another reads it.
 
@@ -153,7 +165,8 @@ def _edge_table(
         weight: how many edges of the program it stands for.
         moves: how often per step each of these moves is made if each microbatch makes it.
         tables: redistribution costs.
-        prices: ``[4, 2 + 2 axes]``, see `BuildContext.move_prices`.
+        prices: ``[4, 2 + 3 axes]``, see `BuildContext.move_prices`.
+        chunks: kinds of collectives that chunks of products may hide.
 
     Returns:
         The table, the row of each label of the producer, and the column of each label of the reader.
@@ -164,7 +177,7 @@ def _edge_table(
     reads = columns % 4
     # By `Variable.reads`: both passes move the value, and before the microbatches it is moved once per step.
     times = (weight * np.array([moves, moves, moves, 1])[:, None] * prices)[reads]
-    table = tables.of(u.types[out]).priced(rows // 4, columns // 4, times)
+    table = tables.of(u.types[out]).priced(rows // 4, columns // 4, times, chunks)
     table[~READABLE[np.ix_(rows % 4, reads)]] = np.inf
     if v.alias_only:
         table[(table > 0) & (reads == IN_BOTH)] = np.inf

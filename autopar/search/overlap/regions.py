@@ -8,13 +8,22 @@ block later (`autopar.passes.collectives.overlap_collectives`): so communication
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autopar.ir.graph import Value, block_of, is_backward, module_path, producer, without_indices
+from autopar.ir.ops.attention import attention, attention_backward
 from autopar.ir.program import Program, draws
+
+aten = torch.ops.aten
+
+_PRODUCTS = frozenset({
+    aten.mm.default, aten.bmm.default, aten.convolution.default, aten.convolution_backward.default,
+    attention, attention_backward,
+})  # fmt: skip
 
 BEFORE = "before the microbatches"
 """The region of what runs once a step, ahead of all microbatches: its collectives are waited for one by one."""
@@ -22,8 +31,12 @@ BEFORE = "before the microbatches"
 FORWARD, BACKWARD = " forward", " backward"
 """Last words of a region's name."""
 
-BLOCKING, WAITED, GATHER, GRADIENT = 0, 1, 2, 3
-"""What a redistribution is of: activations in the forward or in the backward pass, parameters, or gradients."""
+OUTSIDE = "outside"
+"""First word of the name of a region that is not of blocks."""
+
+BLOCKING, WAITED, GATHER, GRADIENT, CHUNKED = 0, 1, 2, 3, 4
+"""What a redistribution is of: activations in the forward or in the backward pass, parameters, or gradients; and
+activations whose communication chunks of products hide."""
 
 BLOCKING_KINDS = (BLOCKING, WAITED)
 """Those that kernels wait for right away, `autopar.costs.device.Link.wait` included; others begin a block ahead."""
@@ -38,24 +51,29 @@ class Regions:
         names: region of each operator, and of each input as it is first read.
         units: by region, how many blocks there are, or without blocks, how many parameters are read there.
         together: by region, how many parameters a block has, which are gathered in one collective, and reduced in one.
-        opening: the region that a step begins with.
-        closing: the region that it ends with.
+        opening: the regions that a step begins with: the first one, and the next.
+        closing: the regions that it ends with: the last one, and the one before.
         from_parameters: inputs, and operators that compute from parameters, buffers and constants alone.
         filling: operators of the backward pass from which one gradient of a parameter is computed, and nothing else.
         gradients: those of them whose values are the gradient, in whatever form.
         readers: by value, the operators by which the forward and the backward pass first read it.
+        working: the regions with products and attention; kernels of others take little time.
+        chunkable: by value, the kinds of collectives beside which there is a product of their rows: what a product
+            reads may be gathered in chunks, and what one makes summed.
     """
 
     program: Program
     names: Mapping[fx.Node, str]
     units: Mapping[str, int]
     together: Mapping[str, float]
-    opening: str
-    closing: str
+    opening: tuple[str, str]
+    closing: tuple[str, str]
     from_parameters: frozenset[fx.Node]
     filling: frozenset[fx.Node]
     gradients: frozenset[fx.Node]
     readers: Mapping[tuple[Value, bool], fx.Node]
+    working: frozenset[str]
+    chunkable: Mapping[Value, frozenset[str]]
 
     def of_recomputed(self, node: fx.Node) -> str:
         """The region in which an operator of the forward pass is recomputed."""
@@ -79,7 +97,7 @@ class Regions:
         node = value[0]
         if hoisted:
             return BEFORE, BLOCKING
-        own = self.names.get(node, self.opening)
+        own = self.names.get(node, self.opening[0])
         if node in self.gradients:
             return own, GRADIENT
         # What the forward pass does not read is moved in the backward pass the first time, too.
@@ -109,14 +127,21 @@ def _regions(program: Program) -> Regions:
     forward = [n for n in ordered if not is_backward(n)]
     static = _from_parameters(program)
     filling, gradients = _towards_gradients(program)
-    own = [n for n in forward if n not in static] or ordered
-    closing = [n for n in ordered if is_backward(n)] or ordered
     readers = _readers(program, names, static)
-    units, together = _units(program, names, readers)
+    own = [n for n in forward if n not in static] or ordered
+    opening = _two(names[n] for n in own)
+    closing = _two(names[n] for n in reversed([n for n in ordered if is_backward(n)] or own))
+    working = frozenset(name for node, name in names.items() if node.target in _PRODUCTS)
     return Regions(
-        program, names, units, together, names[own[0]], names[closing[-1]], static, filling,
-        gradients, readers,
+        program, names, *_units(program, names, readers), opening, closing, static, filling, gradients, readers,
+        working, _chunkable(program, static | gradients),
     )  # fmt: skip
+
+
+def _two(names: Iterable[str]) -> tuple[str, str]:
+    """The first two different names; the first one twice where all are the same."""
+    found = list(dict.fromkeys(names))
+    return found[0], found[min(1, len(found) - 1)]
 
 
 def _names(program: Program) -> dict[fx.Node, str]:
@@ -135,7 +160,7 @@ def _names(program: Program) -> dict[fx.Node, str]:
                 kind = without_indices(block, blocks)
                 seen.add(kind)
             else:
-                kind = f"outside {in_all - len(seen) if backward else len(seen)}"
+                kind = f"{OUTSIDE} {in_all - len(seen) if backward else len(seen)}"
             found[node] = f"{kind}{BACKWARD if backward else FORWARD}"
     return found
 
@@ -171,6 +196,29 @@ def _towards_gradients(program: Program) -> tuple[frozenset[fx.Node], frozenset[
         if all(user in kept and len(program.sources[user]) == 1 for user in users[node]):
             kept.add(node)
     return frozenset(filling), frozenset(kept)
+
+
+def _chunkable(program: Program, others: Collection[fx.Node]) -> dict[Value, frozenset[str]]:
+    """As `autopar.sharding.chunks.sites` looks for products in the rewritten graph: through reshapes, and a sum."""
+    read: set[Value] = set()
+    for node in reversed(program.sources):
+        sources = program.sources[node]
+        if node.target is aten.mm.default:
+            read.add(sources[0])
+        elif node.target is aten.reshape.default and (node, 0) in read:
+            read.update(sources)
+    made: set[Value] = set()
+    added: set[Value] = set()
+    for node, sources in program.sources.items():
+        reshapes = node.target is aten.reshape.default
+        if node.target is aten.mm.default or (reshapes and sources[0] in made):
+            made.add((node, 0))
+        elif (reshapes and sources[0] in added) or (node.target is aten.add.Tensor and not made.isdisjoint(sources)):
+            added.add((node, 0))
+    found: dict[Value, frozenset[str]] = {value: frozenset({"all_gather"}) for value in read}
+    for value in made | added:
+        found[value] = found.get(value, frozenset()) | {"all_reduce", "reduce_scatter"}
+    return {value: kinds for value, kinds in found.items() if value[0] not in others}
 
 
 def _readers(

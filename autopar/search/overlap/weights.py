@@ -10,12 +10,15 @@ import numpy as np
 from torch import fx
 
 from autopar.ir.graph import Value, is_backward
-from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS
-from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
+from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS, CHUNKED
+from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature
 from autopar.search.solver.highs import new_solver
 
 LEAST = 1e-3
 """Weight of each link where kernels hide what it sends: of two plans that take the same time, one sends less."""
+
+CHAIN = 0.5
+"""Weight, to begin with, of what the first or last unit communicates in a row, beside regions of few kernels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +27,7 @@ class Weights:
 
     Attributes:
         step: how the time of a step follows from its regions.
-        rows: weights by region; others have nearly all weight on kernels.
+        rows: weights by region; others have nearly all weight on kernels, or on what is communicated before these.
         axis: the only axis of the problem that is priced; None: all of them.
     """
 
@@ -34,8 +37,9 @@ class Weights:
 
     def prices(self, region: str) -> Floats:
         """The price of each feature of a region, in seconds a second; without regions that axis has all features."""
-        rows = self.step.rows(region)
-        found: Floats = self._rows(region) @ rows
+        step = self.step
+        parts = [self._rows(r) @ step.rows(r)[region] for r in step.affected(region)]
+        found: Floats = sum(parts[1:], parts[0])
         if self.axis is not None:
             found = np.concatenate([found[:2], found[2 + self.axis :: self.step.axes]])
         return found
@@ -49,7 +53,7 @@ class Weights:
         return float(first), float(recomputed), float(self.prices(BEFORE)[KERNELS])
 
     def of_moves(self, value: Value, axes: int, reader: fx.Node | None) -> tuple[Floats, Floats, Floats]:
-        """Prices of a second of each part of a move, see `Redistributions.priced`, [2 + 2 axes] each.
+        """Prices of a second of each part of a move, see `Redistributions.chunked_seconds`, [2 + 3 axes] each.
 
         They are where the value is first moved, where it is once more in the backward pass, and once a step.
 
@@ -62,9 +66,10 @@ class Weights:
         for backward, hoisted in ((False, False), (True, False), (False, True)):
             region, kind = regions.of_move(value, backward=backward, hoisted=hoisted, reader=reader)
             prices = self.prices(region)
-            sent, share = prices[[feature(kind, axis, axes) for axis in range(axes)]], regions.share(region, kind)
-            waits = prices[KERNELS] * (kind in BLOCKING_KINDS)
-            found.append(np.concatenate([[prices[KERNELS]], sent, share * sent, [waits]]))
+            kernels = prices[KERNELS]
+            sent, hidden = (prices[[feature(k, axis, axes) for axis in range(axes)]] for k in (kind, CHUNKED))
+            messages, waits = regions.share(region, kind) * sent, kernels * (kind in BLOCKING_KINDS)
+            found.append(np.concatenate([[kernels], sent, hidden, messages, [waits]]))
         return found[0], found[1], found[2]
 
     def of_axis(self, axis: int) -> Weights:
@@ -84,9 +89,8 @@ class Weights:
         Args:
             plans: features of their regions.
         """
-        regions = list(dict.fromkeys(region for features in plans for region in features))
-        none = no_features(self.step.axes)
-        seconds = [[self.step.rows(r) @ features.get(r, none) for r in regions] for features in plans]
+        regions = list(dict.fromkeys(r for features in plans for own in features for r in self.step.affected(own)))
+        seconds = [[self.step.seconds_of_rows(r, features) for r in regions] for features in plans]
         counts = [len(rows) for rows in seconds[0]]
         solver = new_solver(np.inf)
         # One column for the least cost, then one for each row of each region.
@@ -120,6 +124,8 @@ class Weights:
     def _rows(self, region: str) -> Floats:
         found = self.rows.get(region)
         if found is None:
-            found = self._floor(region, len(self.step.rows(region)))
-            found[0] = 1 - found.sum()
+            found = self._floor(region, len(self.step.rows(region)[region]))
+            rest = 1 - found.sum()
+            found[-1] += CHAIN * rest * self.step.chained(region)
+            found[0] += 1 - found.sum()
         return found

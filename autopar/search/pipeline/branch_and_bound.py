@@ -40,7 +40,7 @@ from autopar.search.pipeline.fit_stages import search_within_budget
 from autopar.search.pipeline.search_tree import SearchTree, Subproblem
 from autopar.search.pipeline.shape import MeshKey, PipelineShape, ScheduledStages
 from autopar.search.pipeline.space import bubble, counts, idle_factor, pipeline_shapes
-from autopar.search.pipeline.stage_peak import scatters, stage_plans, with_overlap
+from autopar.search.pipeline.stage_peak import scatters, stage_plans
 from autopar.search.pipeline.stage_plan import INSIDE, StagePlan, missing, suitable
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
@@ -87,12 +87,7 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
             node.expand()
         except InfeasibleError as e:
             tree.errors.append(e)
-    best = _result(tree)
-    if best.pipeline is None or tree.random:
-        return best
-    part = microbatch_program(program, best.microbatches, deterministic=job.deterministic)
-    shape = PipelineShape(best.axes, best.pipeline.axis, dict(best.axes)[best.pipeline.axis])
-    return with_overlap(best, part, tree.link(shape), tree.memory)
+    return _result(tree)
 
 
 def _counts(tree: SearchTree) -> list[Counts]:
@@ -189,7 +184,6 @@ def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
         if not possible:
             return
         part = microbatch_program(tree.program, count, deterministic=tree.job.deterministic)
-        # Stages are searched as if nothing overlapped; the best of all is asked whether it has the memory for it.
         free = best_padded(tree.program, part, tree.job_inside(first))
         tree.free[first.mesh, count] = free
         own, seconds = free.certificate, free.predicted.step_seconds / first.devices

@@ -113,8 +113,10 @@ class SearchTree:
         """What is searched for the devices of a stage, if they had the whole model and any memory."""
         limits = restrictions_inside(self.job.restrictions, self.job.axes, shape.axis)
         search, machine = inside_stage(self.search, shape), self._machine(shape)
-        job = replace(self.job, axes=shape.inside, cluster=machine, memory=None, search=search, restrictions=limits)
-        return replace(job, overlap=False)
+        return replace(
+            self.job, axes=shape.inside, cluster=machine, memory=None, search=search, restrictions=limits,
+            graphs=shape.devices,
+        )  # fmt: skip
 
     def link(self, shape: PipelineShape) -> Link:
         """The link between stages."""

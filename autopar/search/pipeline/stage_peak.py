@@ -1,16 +1,15 @@
-"""What the devices of a pipeline hold: under a plan for those of one stage, and with collectives beside kernels."""
+"""What the devices of a pipeline hold: under a plan for those of one stage, and under a finished plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopar.costs.cluster import Link
-from autopar.ir.plan import Plan, Predicted, Scatter
+from autopar.ir.plan import Plan, Scatter
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, order_of
 from autopar.pipeline.stage_graphs import INPUT
-from autopar.search.budget.lagrangian import fits
 from autopar.search.options import Search
 from autopar.search.pipeline.deep_models import RepeatedStages
 from autopar.search.pipeline.shape import PipelineShape, ScheduledStages
@@ -53,47 +52,19 @@ def scatters(axis: str, orders: Iterable[Order]) -> list[Scatter]:
     return [Scatter(axis, after) for after in dict.fromkeys(map(sending_stages, orders))]
 
 
-def with_overlap(plan: Plan, part: Program, link: Link, memory: float | None) -> Plan:
-    """A plan with stages whose collectives run beside kernels, if that is faster and what is in flight then fits.
-
-    Its certificate is still about steps in which nothing overlaps, as is the search.
-
-    Args:
-        plan: with stages, as it was searched: without overlap.
-        part: of one microbatch.
-        link: between stages.
-        memory: bytes of a device; None for no limit.
-    """
-    if plan.pipeline is None or all(size == 1 for size in plan.inner.axis_sizes):
-        return plan
-    cut, _, actions = cut_again(plan, part, link, overlap=True)
-    held, seconds = cut.peak(actions), cut.seconds(actions)
-    faster = seconds < plan.predicted.step_seconds
-    if not faster or (memory is not None and not fits(sum(held.values()), memory)):
-        return plan
-    return replace(plan, overlap=True, predicted=overlapped(plan.predicted, held, seconds))
-
-
-def overlapped(predicted: Predicted, held: Mapping[str, float], seconds: float) -> Predicted:
-    """What a step costs whose collectives run beside kernels, from what it costs without."""
-    kept = {category: held.get(category, 0.0) for category in predicted.memory_bytes}
-    return replace(predicted, step_seconds=seconds, peak_bytes=held, memory_bytes=kept)
-
-
-def cut_again(plan: Plan, part: Program, link: Link, *, overlap: bool) -> tuple[StagePlan, PipelineShape, Order]:
+def cut_again(plan: Plan, part: Program, link: Link) -> tuple[StagePlan, PipelineShape, Order]:
     """The stages of a finished plan, of what shape they are, and what their devices do.
 
     Args:
         plan: with stages.
         part: of one microbatch.
         link: between stages.
-        overlap: whether collectives run beside kernels, whatever the plan says.
     """
     assert plan.pipeline is not None
     actions, modules = order_of(plan), tuple(stage.modules[0] for stage in plan.stages[1:])
     virtual, schedules = len(plan.stages) // len(actions), (plan.pipeline.schedule,)
     shape = PipelineShape(plan.axes, plan.pipeline.axis, len(actions), virtual, schedules, modules)
-    inner, ways = replace(plan.inner, overlap=overlap, scatter=None), [plan.scatter] if plan.scatter else []
+    inner, ways = replace(plan.inner, scatter=None), [plan.scatter] if plan.scatter else []
     split = any(action.kind == INPUT for row in actions for action in row)
     if part.repeat is None:
         cuts = staged(part, inner, shape, link, Search(), ways)

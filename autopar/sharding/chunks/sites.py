@@ -20,7 +20,7 @@ from autopar.ir.layout import Layout, Partial, Replicate, Split, local_dims
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import c10d
 from autopar.ir.program import draws
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute import PIECES, Machine
 
 aten = torch.ops.aten
 
@@ -40,9 +40,6 @@ _CARRIES = frozenset({
 """What a move consists of beside the collective: its numbers stay as they are."""
 
 _VIEWS = (aten.permute.default, aten.reshape.default)
-
-PIECES = 8
-"""A sum over devices may be cut anywhere: into so many units, or fewer where rows do not divide."""
 
 
 @dataclass(frozen=True)

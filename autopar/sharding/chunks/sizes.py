@@ -14,9 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MOST_UNITS = 64
-"""Of more units no chunks are looked for: each would be sent in a message of its own."""
-
 
 def best_chunks(
     sent: Sequence[float], product: Sequence[float], beside: float = 0.0, occupies: float = 0.0

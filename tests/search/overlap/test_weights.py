@@ -17,7 +17,7 @@ from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job, Search
 from autopar.search.overlap.regions import BEFORE, regions_of
-from autopar.search.overlap.step_time import StepTime
+from autopar.search.overlap.step_time import StepTime, step_time_of
 from autopar.search.overlap.weights import Weights
 from autopar.search.predict import predict, step_features
 from autopar.search.random_plan import random_plan
@@ -32,15 +32,14 @@ H100 = Cluster.preset("h100")
 SHARED = replace(
     H100, links=tuple(replace(k, wait=1e-5, occupies=s) for k, s in zip(H100.links, (0.3, 0.1), strict=True))
 )
-OCCUPIES = tuple(link.occupies for link in SHARED.link_for(AXES))
 
 
 def drawn(program: Program, seed: int) -> Weights:
     """Weights of all regions at random."""
     regions, random = regions_of(program), np.random.default_rng(seed)
-    step = StepTime(regions, len(AXES), program.part.count, regions.units, OCCUPIES)
-    rows = {region: random.dirichlet(np.ones(len(step.rows(region)))) for region in {*regions.names.values()}}
-    return Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)))[0]})
+    step = step_time_of(program, SHARED.link_for(AXES))
+    rows = {region: random.dirichlet(np.ones(len(step.rows(region)[region]))) for region in {*regions.names.values()}}
+    return Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)[BEFORE]))[0]})
 
 
 def parts(name: str, microbatches: int) -> tuple[Program, Dims, LayerClasses]:
@@ -97,7 +96,7 @@ def test_no_plan_is_faster_than_the_bound_of_three_axes() -> None:
     assert all(plan.overlap for plan in plans)
     least = min(predict(program, dims, plan, classes).predicted.step_seconds for plan in plans)
     step, random = StepTime(regions, len(axes), 1, regions.units), np.random.default_rng(0)
-    rows = {region: random.dirichlet(np.ones(len(step.rows(region)))) for region in {*regions.names.values()}}
-    for weights in (Weights(step), Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)))[0]})):
+    rows = {region: random.dirichlet(np.ones(len(step.rows(region)[region]))) for region in {*regions.names.values()}}
+    for weights in (Weights(step), Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)[BEFORE]))[0]})):
         fixed, claims = bound_by_axes(program, dims, classes, machine, Restrictions(), weights)
         assert 0 < fixed + sum(claim.bound for claim in claims) <= least * (1 + 1e-9)

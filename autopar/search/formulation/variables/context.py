@@ -49,7 +49,7 @@ class BuildContext:
         return (1.0, 1.0, 1.0) if self.weights is None else self.weights.of_kernels(node)
 
     def move_prices(self, key: str, out: int, reader: str = "") -> Floats:
-        """``[4, 2 + 2 axes]``: prices of a second of what `Redistributions.priced` tells apart of a move.
+        """``[4, 2 + 3 axes]``: prices of a second of a move, see `autopar.search.overlap.weights.Weights.of_moves`.
 
         Rows: by when it is made, as `Variable.reads`.
 
@@ -60,10 +60,16 @@ class BuildContext:
         """
         axes = len(self.sizes)
         if self.weights is None:
-            return np.array([[1.0], [1.0], [2.0], [1.0]]) * np.ones(2 + 2 * axes)
+            return np.array([[1.0], [1.0], [2.0], [1.0]]) * np.ones(2 + 3 * axes)
         readers = self.classes.members.get(reader, (None,))
         first, second, once = self.weights.of_moves((self.classes.members[key][0], out), axes, readers[0])
         return np.array([first, second, first + second, once])
+
+    def chunks(self, key: str, out: int) -> frozenset[str]:
+        """Kinds of collectives of a class's values that chunks of products may hide."""
+        if self.weights is None:
+            return frozenset()
+        return self.weights.step.regions.chunkable.get((self.classes.members[key][0], out), frozenset())
 
     @property
     def sizes(self) -> tuple[int, ...]:
