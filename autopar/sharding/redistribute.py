@@ -270,7 +270,7 @@ class Redistributions:
         return self._solved[0]
 
     @cached_property
-    def _apart(self) -> NDArray[np.float64]:
+    def apart(self) -> NDArray[np.float64]:
         """``[1 + axes, layouts, layouts]``: seconds of kernels, and of collectives on each axis, along each path."""
         distance, step, arcs = self._solved
         count, axes = len(self.layouts), len(self.machine.sizes)
@@ -302,7 +302,7 @@ class Redistributions:
         seconds: NDArray[np.float64] = self.seconds[chosen]
         if (prices == prices[:, :1]).all():
             return seconds * prices[:, 0]
-        apart = self._apart[:, chosen[0], chosen[1]]
+        apart = self.apart[:, chosen[0], chosen[1]]
         return np.where(np.isfinite(seconds), np.einsum("kab,bk->ab", apart, prices), np.inf)
 
     def path(self, source: Layout, target: Layout) -> tuple[Move, ...]:
