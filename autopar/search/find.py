@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ from autopar.search.axis_by_axis import bound_by_axes
 from autopar.search.budget.budget_problem import BudgetProblem, peak_bytes
 from autopar.search.budget.cutoff import PrunedError
 from autopar.search.budget.tighten import HOPELESS
-from autopar.search.budget.within_budget import plan_by_axes, plan_by_products, plan_within
+from autopar.search.budget.within_budget import plan_by_axes, plan_within
+from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
 from autopar.search.overlap.simulated import simulated_seconds
@@ -23,18 +25,17 @@ from autopar.search.predict import predict, step_features
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.duals import examine
 from autopar.search.solver.highs import requested
+from autopar.search.solver.layer_mix import LayerMix
+from autopar.search.solver.problem import Ints, locate
 from autopar.sharding.candidates import strategies
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 
 EXACT_AXES = 3
-"""Layouts on up to this many axes are one problem; those on more are searched axis by axis, with the gap stated."""
+"""Layouts on up to this many axes, and what is saved, are one problem; those on more are searched axis by axis."""
 
-WITHIN_AXES = 2
-"""So are, on up to this many axes, layouts and what is saved, where a budget binds."""
-
-ROUNDS = 4
-"""At most so many weights of kernels and communication are tried."""
+ROUNDS, ROUNDS_WITHIN = 8, 4
+"""At most so many weights of kernels and communication are tried; where a budget binds, the second."""
 
 CLOSE, CLOSE_WITHIN = 3e-3, 0.1
 """A plan is good enough if at most this share of its time is above the bound of any weights; the second where a budget
@@ -94,15 +95,15 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
         return rounds.result()
     if rounds.go_on():
         rounds.apart()
+    few = ROUNDS_WITHIN if rounds.best.certificate.binds else ROUNDS
     # Pipelines are many, and the best is simulated whatever the search says.
-    while job.graphs == 1 and rounds.go_on() and len(rounds.found) < ROUNDS:
-        # Half way from the best so far: plans are few, and say little of weights that are far from theirs.
-        weights, known = rounds.strongest.between(rounds.strongest.best(rounds.features)), rounds.known
+    while job.graphs == 1 and rounds.go_on() and len(rounds.found) < few:
+        weights, most = rounds.strongest.at_level(rounds.cuts, rounds.proof.bound)
+        if most - rounds.proof.bound < CLOSE * most:  # no weights have a much higher bound
+            break
         try:
             rounds.search(weights)
         except InfeasibleError:
-            break
-        if rounds.known == known:  # the next weights would be these
             break
     return rounds.result()
 
@@ -115,7 +116,9 @@ class _Rounds:
         self.deadline = time.monotonic() + job.search.time_limit / 2
         self.plans: list[Plan] = []
         self.found: list[tuple[_Found, Weights]] = []
-        self.features: list[Mapping[str, Floats]] = []
+        self.cuts: list[Mapping[str, Floats]] = []
+        self.labelings: dict[bytes, tuple[Ints, Mapping[str, Floats]]] = {}
+        self.built: Formulation | None = None
 
     @property
     def all_hidden(self) -> Weights:
@@ -137,20 +140,20 @@ class _Rounds:
         """The fastest plan."""
         return min(self.plans, key=lambda plan: plan.predicted.step_seconds)
 
-    @property
-    def known(self) -> tuple[set[float], float]:
-        """What weights follow from: the plans' seconds, and the highest bound."""
-        return {plan.predicted.step_seconds for plan in self.plans}, self.proof.bound
-
     def search(self, weights: Weights) -> None:
         """Search under some weights.
 
         Raises:
             InfeasibleError: nothing fits.
         """
-        found = _search(self._problem(weights))
+        problem = replace(self._problem(weights), start=self._cheapest(weights))
+        found = _search(problem)
         self.found.append((found, weights))
-        self._add(found.plan)
+        self.plans.append(self._predicted(found.plan))
+        if found.plan.certificate.binds or not problem.met:
+            self.cuts.append(step_features(self.program, self.dims, found.plan, self.classes))
+        else:
+            self._look_at(problem)
 
     def apart(self) -> None:
         """Search as if nothing was hidden: the plan that sends least may be the best of all."""
@@ -160,7 +163,12 @@ class _Rounds:
         except InfeasibleError:
             return
         ahead, enough = problem.measured(replace(plan, overlap=True))
-        self._add(ahead if enough else plan)
+        plan = self._predicted(ahead if enough else plan)
+        self.plans.append(plan)
+        if not plan.certificate.binds and self.built is not None:
+            self._look_at(problem)
+        else:
+            self.cuts.append(step_features(self.program, self.dims, plan, self.classes))
 
     def above_bound(self, share: float) -> bool:
         """Whether more than a share of the best plan's time is above the bound."""
@@ -193,9 +201,33 @@ class _Rounds:
     def _problem(self, weights: Weights | None) -> BudgetProblem:
         return BudgetProblem.of(self.program, self.dims, self.classes, self.job, weights)
 
-    def _add(self, plan: Plan) -> None:
-        self.plans.append(predict(self.program, self.dims, plan, self.classes, graphs=self.job.graphs))
-        self.features.append(step_features(self.program, self.dims, plan, self.classes))
+    def _predicted(self, plan: Plan) -> Plan:
+        return predict(self.program, self.dims, plan, self.classes, graphs=self.job.graphs)
+
+    def _cheapest(self, weights: Weights) -> Ints | None:
+        """The labeling of those known that costs least under some weights."""
+        known = [(sum(float(weights.prices(r) @ own) for r, own in features.items()), n, labels)
+                 for n, (labels, features) in enumerate(self.labelings.values())]  # fmt: skip
+        return min(known, default=(0.0, 0, None))[2]
+
+    def _look_at(self, problem: BudgetProblem) -> None:
+        """Labelings that a search met on its way are cuts as well, and the fastest of them may be a better plan."""
+        step, found = self.all_hidden.step, []
+        for built, labels in problem.met:
+            self.built = self.built or built
+            assert self.built.features is not None
+            if labels.tobytes() not in self.labelings:
+                # The same labels are the same plan under all weights.
+                self.cuts.append(self.built.features(labels))
+                self.labelings[labels.tobytes()] = labels, self.cuts[-1]
+                found.append((step.seconds(self.cuts[-1]), len(found), built, labels))
+        seconds, _, built, labels = min(found, default=(math.inf, 0, None, None))
+        if seconds < self.best.predicted.step_seconds:
+            mix = LayerMix.of(locate(built.problem, labels))
+            plan, enough = problem.measured(
+                replace(problem.plan(built, mix, self.proof.bound, self.proof.plan.certificate.method), overlap=True)
+            )
+            self.plans += [self._predicted(plan)] * enough
 
 
 @dataclass(frozen=True)
@@ -228,7 +260,7 @@ def _search(problem: BudgetProblem) -> _Found:
     decided = all(roles_of(job.search.recipe, job.axes, job.search.roles)) and bool(job.restrictions.strategies)
     claims: Sequence[Claim]
     if decided or len(job.axes) <= EXACT_AXES:
-        plan = plan_within(problem) if decided or len(job.axes) <= WITHIN_AXES else plan_by_products(problem)
+        plan = plan_within(problem)
         fixed = 0.0
         # Each is about all plans; of the plans for a stage's devices nothing is claimed.
         claims = [max(problem.claims, key=lambda claim: claim.bound)] if problem.claims else []

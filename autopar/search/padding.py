@@ -14,7 +14,7 @@ from autopar.passes.pad_dims import pad
 from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.budget.repair import costed, repaired
-from autopar.search.find import WITHIN_AXES, find_plan, require_splits
+from autopar.search.find import EXACT_AXES, find_plan, require_splits
 from autopar.search.finished_plan import Shapes, finished_plan, joint_certificate
 from autopar.search.formulation.axis_roles import DATA, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
@@ -100,7 +100,7 @@ def _best(program: Program, dims: Dims, job: Job) -> Plan:
             raise
         error = e
     # Plans that are found axis by axis, or from three captured layers, have no minimum-memory plan.
-    exact = program.repeat is None and len(job.axes) <= WITHIN_AXES
+    exact = program.repeat is None and len(job.axes) <= EXACT_AXES
     found = repaired(BudgetProblem.of(program, dims, classes, job), error, from_minimum=exact)
     return costed(predict(program, dims, found, classes))
 

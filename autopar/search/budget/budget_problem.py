@@ -29,6 +29,7 @@ from autopar.search.solver.certify import Claim
 from autopar.search.solver.duals import require_cost
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
+from autopar.search.solver.problem import Ints
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.redistribute import Machine, Tables
@@ -47,6 +48,8 @@ class BudgetProblem:
         job: what it is for.
         claims: grows by each bound of all plans that is proved.
         weights: prices of seconds, where collectives overlap kernels.
+        met: grows by the labelings that the search without a budget looks at, each with its problem.
+        start: a labeling that is known, for that search.
     """
 
     program: Program
@@ -57,6 +60,8 @@ class BudgetProblem:
     job: Job
     claims: list[Claim] = field(default_factory=list)
     weights: Weights | None = None
+    met: list[tuple[Formulation, Ints]] = field(default_factory=list)
+    start: Ints | None = None
 
     @staticmethod
     def of(

@@ -250,6 +250,8 @@ def solve(
     gap: float = 1e-3,
     time_limit: float = 60.0,
     progress: Progress | None = None,
+    met: Callable[[Ints], None] | None = None,
+    start: Ints | None = None,
 ) -> Solution:
     """Minimize node and edge costs, with the memory of the chosen labels within a budget.
 
@@ -261,6 +263,8 @@ def solve(
         gap: Relative distance between objective and lower bound at which to stop.
         time_limit: Seconds after which the incumbent is returned with the bound proved so far.
         progress: Called with (phase, incumbent, bound).
+        met: Called with each labeling that the search without a budget looks at.
+        start: A labeling that is known.
 
     Returns:
         Labels with their objective, memory and a valid lower bound.
@@ -270,7 +274,14 @@ def solve(
     """
     report = progress or (lambda phase, incumbent, bound: None)
     limits = Limits(gap, time.monotonic() + time_limit)
-    labels, bound, method = minimize(build(problem, False), lambda labels: evaluate(problem, labels)[0], limits)
+
+    def value_of(labels: Ints) -> float:
+        value = evaluate(problem, labels)[0]
+        if met is not None and np.isfinite(value):
+            met(labels)
+        return value
+
+    labels, bound, method = minimize(build(problem, False), value_of, limits, start)
     if labels is None:
         raise InfeasibleError(NO_LABELING)
     found = _solution(problem, labels, bound, method)

@@ -57,29 +57,21 @@ def plan_within(searched: BudgetProblem) -> Plan:
     return plan if enough or saved is None else _fitting(searched, saved, solution.lower_bound)
 
 
-def plan_by_products(searched: BudgetProblem) -> Plan:
-    """The best plan of one problem if it fits, and one that is found axis by axis if it does not.
-
-    Raises:
-        InfeasibleError: nothing fits.
-    """
-    _, solution, plan = _without_budget(searched)
-    plan, enough = searched.measured(plan)
-    return plan if enough or searched.job.memory is None else plan_by_axes(searched, solution.lower_bound)
-
-
 def _without_budget(searched: BudgetProblem) -> tuple[Formulation, Solution, Plan]:
     """The problem of layouts as if there were no budget, its solution, and the plan of that; its bound is a claim."""
     job = searched.job
     built = searched.formulation(job.restrictions, searched.states_alone)
-    solution = solve(built.problem, gap=searched.limits.gap, time_limit=searched.seconds, progress=job.progress)
+    solution = solve(
+        built.problem, gap=searched.limits.gap, time_limit=searched.seconds, progress=job.progress,
+        met=lambda labels: searched.met.append((built, labels)), start=searched.start,
+    )  # fmt: skip
     searched.claims.append(Claim(built.problem, solution.lower_bound))
     job.cutoff.require_less(solution.lower_bound)
     return built, solution, searched.plan(built, LayerMix.of(solution), solution.lower_bound, solution.method)
 
 
 def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:
-    """A plan on three axes or more: layouts axis by axis, then what is saved under these layouts.
+    """A plan on many axes: layouts axis by axis, then what is saved under these layouts.
 
     Layouts are searched for parameters that take all of the budget, or half of it, and so on until the rest fits.
 

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from autopar.ir.program import Program
+from autopar.search.formulation.connections import Connection, connections, features_of
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.program_point import LiveRangeTable, ProgramPoint
@@ -22,7 +23,7 @@ from autopar.search.formulation.variables.tensors import (
     result_variable,
     tensor_variable,
 )
-from autopar.search.formulation.variables.variable import IN_BOTH, READABLE, Floats, Ints, Port, Variable
+from autopar.search.formulation.variables.variable import IN_BOTH, READABLE, Floats, Ints, Variable
 from autopar.search.overlap.weights import Weights
 from autopar.search.solver.problem import Edge, Node, Problem
 from autopar.sharding.dims import Dims
@@ -38,11 +39,14 @@ class Formulation:
         problem: what is minimized.
         variables: of each of its nodes.
         peak_point: the program point at which several labelings together hold the most; None if that is not known.
+        features: seconds in each region of a step under a labeling, see `autopar.search.overlap.step_time`; None where
+            nothing overlaps, or where there is a choice of states.
     """
 
     problem: Problem
     variables: tuple[Variable, ...]
     peak_point: Callable[[Sequence[Ints]], ProgramPoint] | None = None
+    features: Callable[[Ints], dict[str, Floats]] | None = None
 
 
 def build(
@@ -68,14 +72,17 @@ def build(
     context = BuildContext(program, dims, classes, tables, memory, restrictions, weights)
     variables = tuple(_variables(context))
     nodes = tuple(Node(v.key, v.cost, v.memory) for v in variables)
-    edges = tuple(_edges(context, variables))
+    joined = tuple(connections(context, {v.key for v in variables}))
+    edges = tuple(_edges(context, variables, joined))
 
     def peak_point(labelings: Sequence[Ints]) -> ProgramPoint:
         # Built only when asked for: a search without a budget needs no live ranges.
         live = LiveRangeTable(program, dims, classes, tables, partial(may_recompute, context))
         return live.peak(variables, labelings)
 
-    return Formulation(Problem(nodes, edges), variables, peak_point)
+    stateless = weights is not None and all(v.state is None for v in variables)
+    features = partial(features_of, context, variables, joined) if stateless else None
+    return Formulation(Problem(nodes, edges), variables, peak_point, features)
 
 
 def _variables(context: BuildContext) -> list[Variable]:
@@ -105,53 +112,21 @@ def _variables(context: BuildContext) -> list[Variable]:
     return found
 
 
-def _edges(context: BuildContext, variables: Sequence[Variable]) -> list[Edge]:
+def _edges(context: BuildContext, variables: Sequence[Variable], joined: Sequence[Connection]) -> list[Edge]:
     """The edges between classes: from values to their consumer layouts, and from there to the readers."""
     number = {v.key: i for i, v in enumerate(variables)}
     found = []
-
-    def connect(
-        source: str, out: int, target: str, into: int, weight: int, moves: int, prices: Floats, chunks: Kinds
-    ) -> None:
-        i, j = number[source], number[target]
-        u, v = variables[i], variables[j]
-        table, u_group, v_group = _edge_table(
-            u, v, ("out", out), ("in", into), weight, moves, context.tables, prices, chunks
-        )
+    for c in joined:
+        i, j = number[c.source], number[c.target]
+        prices = context.move_prices(*c.value, c.reader)
+        chunks = context.chunks(*c.value)
+        table, u_group, v_group = _edge_table(variables[i], variables[j], c, context.tables, prices, chunks)
         found.append(Edge(i, j, u_group, v_group, table))
-
-    for (key, out), users in context.classes.uses.items():
-        # A sum over microbatches is moved once per step, after the last of them.
-        source, moves = _source(context, key), context.program.moves(context.classes.members[key][0])
-        consumer, chunks = f"consumer {key} {out}", context.chunks(key, out)
-        if consumer in number:
-            connect(source, out, consumer, 0, context.classes.count[key], moves, context.move_prices(key, out), chunks)
-        for (target, into), weight in users.items():
-            if consumer in number:
-                connect(consumer, 0, target, into, weight, moves, context.move_prices(key, out, target), chunks)
-            else:
-                connect(source, out, target, into, weight, moves, context.move_prices(key, out, target), chunks)
     return found
 
 
-def _source(context: BuildContext, key: str) -> str:
-    """The variable that a class's values come from: a tangent has its result's layout."""
-    if key.startswith("tangent "):
-        name = key.split()[1]
-        return key if is_loss(context, name) else f"result {name}"
-    return key
-
-
 def _edge_table(
-    u: Variable,
-    v: Variable,
-    out: Port,
-    into: Port,
-    weight: int,
-    moves: int,
-    tables: Tables,
-    prices: Floats,
-    chunks: Kinds = frozenset(),
+    u: Variable, v: Variable, joined: Connection, tables: Tables, prices: Floats, chunks: Kinds
 ) -> tuple[Floats, Ints, Ints]:
     """Seconds to move what one variable produces to where another reads it.
 
@@ -160,10 +135,7 @@ def _edge_table(
     Args:
         u: the producer.
         v: the reader.
-        out: port of the producer.
-        into: port of the reader.
-        weight: how many edges of the program it stands for.
-        moves: how often per step each of these moves is made if each microbatch makes it.
+        joined: how they are connected.
         tables: redistribution costs.
         prices: ``[4, 2 + 3 axes]``, see `BuildContext.move_prices`.
         chunks: kinds of collectives that chunks of products may hide.
@@ -172,12 +144,13 @@ def _edge_table(
         The table, the row of each label of the producer, and the column of each label of the reader.
     """
     # There are four rows and columns of `READABLE`: a layout and one of these are packed into a number.
-    rows, u_group = np.unique(4 * u.ports[out] + u.readable, return_inverse=True)
-    columns, v_group = np.unique(4 * v.ports[into] + v.reads, return_inverse=True)
+    rows, u_group = np.unique(4 * u.ports[joined.out] + u.readable, return_inverse=True)
+    columns, v_group = np.unique(4 * v.ports[joined.into] + v.reads, return_inverse=True)
     reads = columns % 4
     # By `Variable.reads`: both passes move the value, and before the microbatches it is moved once per step.
-    times = (weight * np.array([moves, moves, moves, 1])[:, None] * prices)[reads]
-    table = tables.of(u.types[out]).priced(rows // 4, columns // 4, times, chunks)
+    moves = joined.moves
+    times = (joined.weight * np.array([moves, moves, moves, 1])[:, None] * prices)[reads]
+    table = tables.of(u.types[joined.out]).priced(rows // 4, columns // 4, times, chunks)
     table[~READABLE[np.ix_(rows % 4, reads)]] = np.inf
     if v.alias_only:
         table[(table > 0) & (reads == IN_BOTH)] = np.inf

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import highspy
 import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
 from autopar.ir.graph import Value, is_backward
@@ -19,6 +21,11 @@ LEAST = 1e-3
 
 CHAIN = 0.5
 """Weight, to begin with, of what the first or last unit communicates in a row, beside regions of few kernels."""
+
+LEVEL = 0.5
+"""Between the bound and what plans say that bounds may reach: lower levels take smaller steps."""
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,44 +83,34 @@ class Weights:
         """The same prices for a problem that has one of the axes alone."""
         return replace(self, axis=axis)
 
-    def between(self, other: Weights) -> Weights:
-        """The mean of two."""
-        regions = dict.fromkeys((*self.rows, *other.rows))
-        return replace(self, rows={r: (self._rows(r) + other._rows(r)) / 2 for r in regions})
+    def at_level(self, plans: Sequence[Mapping[str, Floats]], bound: float) -> tuple[Weights, float]:
+        """The next weights to try, and seconds that no weights' bound exceeds, whatever other plans there are.
 
-    def best(self, plans: Sequence[Mapping[str, Floats]]) -> Weights:
-        """The weights under which the cheapest of some plans costs the most: no plan has to be cheaper.
-
-        J. E. Kelley, "The cutting-plane method for solving convex programs", 1960: each plan is a cut.
+        Under any weights each plan costs at least what is minimized: plans are cuts of a concave function. The next
+        weights are the nearest ones to these under which all plans cost at least `LEVEL` of what the cuts allow above
+        the bound. C. Lemarechal, A. Nemirovskii, Y. Nesterov, "New variants of bundle methods", 1995.
 
         Args:
             plans: features of their regions.
+            bound: the highest known one, that of these weights.
         """
         regions = list(dict.fromkeys(r for features in plans for own in features for r in self.step.affected(own)))
-        seconds = [[self.step.seconds_of_rows(r, features) for r in regions] for features in plans]
-        counts = [len(rows) for rows in seconds[0]]
-        solver = new_solver(np.inf)
-        # One column for the least cost, then one for each row of each region.
-        least = np.concatenate([[-np.inf], *(self._floor(r, n) for r, n in zip(regions, counts, strict=True))])
-        cost = np.where(np.arange(len(least)) == 0, -1.0, 0.0)
-        solver.addVars(len(least), least, np.full(len(least), np.inf))
-        solver.changeColsCost(len(least), np.arange(len(least), dtype=np.int32), cost)
+        counts = [len(self.step.rows(r)[r]) for r in regions]
+        ends = np.cumsum([0, *counts])
         # In units of a plan's time: HiGHS's tolerances are absolute.
         unit = max(self.step.seconds(plans[0]), 1e-30)
-        for rows in seconds:
-            values = np.concatenate([[1.0], *(-row / unit for row in rows)])
-            solver.addRow(-np.inf, 0.0, len(least), np.arange(len(least), dtype=np.int32), values)
-        ends = np.cumsum([1, *counts])
-        for start, stop in itertools.pairwise(ends):
-            columns = np.arange(start, stop, dtype=np.int32)
-            solver.addRow(1.0, 1.0, len(columns), columns, np.ones(len(columns)))
-        solver.run()
-        solution = solver.getSolution()
-        if not solution.value_valid:  # Ctrl-C
-            return self
-        found = np.maximum(np.array(solution.col_value), least)
+        cuts = np.array([np.concatenate([self.step.seconds_of_rows(r, f) for r in regions]) for f in plans]) / unit
+        floor = np.concatenate([self._floor(r, n) for r, n in zip(regions, counts, strict=True)])
+        best = _highest(cuts, floor, ends)
+        if best is None:  # Ctrl-C
+            return self, bound
+        most = float((cuts @ best).min()) * unit
+        center = np.concatenate([self._rows(r) for r in regions])
+        level = (1 - LEVEL) * bound + LEVEL * most
+        near = _nearest(cuts, level / unit, floor, ends, center)
+        found = best if near is None else near
         each = zip(regions, itertools.pairwise(ends), strict=True)
-        return replace(self, rows={r: found[a:b] / found[a:b].sum() for r, (a, b) in each})
+        return replace(self, rows={r: found[a:b] for r, (a, b) in each}), most
 
     def _floor(self, region: str, count: int) -> Floats:
         """The least weight of each row."""
@@ -129,3 +126,49 @@ class Weights:
             found[-1] += CHAIN * rest * self.step.chained(region)
             found[0] += 1 - found.sum()
         return found
+
+
+def _highest(cuts: Floats, floor: Floats, ends: Ints) -> Floats | None:
+    """Weights under which the least of the cuts is highest; None if the solver was stopped."""
+    solver, count = _program(floor, ends), len(floor)
+    solver.addVar(-np.inf, np.inf)
+    solver.changeColCost(count, -1.0)
+    columns = np.arange(count + 1, dtype=np.int32)
+    for cut in cuts:
+        solver.addRow(0.0, np.inf, count + 1, columns, np.append(cut, -1.0))
+    return _solution(solver, floor, ends)
+
+
+def _nearest(cuts: Floats, level: float, floor: Floats, ends: Ints, center: Floats) -> Floats | None:
+    """The nearest weights to some under which no cut is below a level; None if the solver was stopped."""
+    solver, count = _program(floor, ends), len(floor)
+    columns = np.arange(count, dtype=np.int32)
+    for cut in cuts:
+        solver.addRow(level, np.inf, count, columns, cut)
+    solver.changeColsCost(count, columns, -center)
+    hessian = highspy.HighsHessian()
+    hessian.dim_, hessian.format_ = count, highspy.HessianFormat.kTriangular
+    hessian.start_, hessian.index_, hessian.value_ = np.arange(count + 1), np.arange(count), np.ones(count)
+    solver.passHessian(hessian)
+    return _solution(solver, floor, ends)
+
+
+def _program(floor: Floats, ends: Ints) -> highspy.Highs:
+    """A program whose columns are weights of rows; those of a region sum to one."""
+    solver = new_solver(np.inf)
+    solver.addVars(len(floor), floor, np.full(len(floor), np.inf))
+    for start, stop in itertools.pairwise(ends):
+        columns = np.arange(start, stop, dtype=np.int32)
+        solver.addRow(1.0, 1.0, len(columns), columns, np.ones(len(columns)))
+    return solver
+
+
+def _solution(solver: highspy.Highs, floor: Floats, ends: Ints) -> Floats | None:
+    """Its weights, which sum to one exactly."""
+    solver.run()
+    solution = solver.getSolution()
+    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return None
+    found = np.maximum(np.array(solution.col_value)[: len(floor)], floor)
+    parts = [found[a:b] / found[a:b].sum() for a, b in itertools.pairwise(ends)]
+    return np.concatenate(parts)

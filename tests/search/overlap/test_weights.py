@@ -12,6 +12,7 @@ from autopar.costs.cluster import Cluster
 from autopar.ir.program import Program
 from autopar.search.axis_by_axis import bound_by_axes
 from autopar.search.budget.budget_problem import BudgetProblem
+from autopar.search.budget.lagrangian import solve as solve_labels
 from autopar.search.budget.within_budget import plan_within
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program
@@ -21,6 +22,7 @@ from autopar.search.overlap.step_time import StepTime, step_time_of
 from autopar.search.overlap.weights import Weights
 from autopar.search.predict import predict, step_features
 from autopar.search.random_plan import random_plan
+from autopar.search.solver.problem import Ints, evaluate
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.redistribute import Machine
@@ -70,6 +72,54 @@ def test_what_is_minimized_is_what_the_plan_costs_under_these_weights(
         assert cost == pytest.approx(plan.certificate.objective, rel=1e-9 if memory is None else 1e-2)
         # A weighted mean of rows is at most their maximum.
         assert cost <= predict(program, dims, plan, classes).predicted.step_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("llama", 1), pytest.param("gpt2", 2, marks=pytest.mark.deep)])
+def test_features_of_a_labeling_are_what_it_costs_under_any_weights(name: str, microbatches: int) -> None:
+    program, dims, classes = parts(name, microbatches)
+    job = Job(AXES, Cluster.preset("h100"))
+    problems = [BudgetProblem.of(program, dims, classes, job, drawn(program, seed)) for seed in range(3)]
+    built = [p.formulation(p.job.restrictions, p.states_alone) for p in problems]
+    cuts, bounds = [], []
+    for formulation in built:
+        met: list[Ints] = []
+        bounds.append(solve_labels(formulation.problem, met=met.append).lower_bound)
+        assert formulation.features is not None
+        cuts += [(labels, formulation.features(labels)) for labels in met]
+    assert len(cuts) > 3
+    for problem, formulation, bound in zip(problems, built, bounds, strict=True):
+        weights = problem.weights
+        assert weights is not None
+        for labels, features in cuts:
+            cost = sum(float(weights.prices(region) @ own) for region, own in features.items())
+            assert cost == pytest.approx(evaluate(formulation.problem, labels)[0], rel=1e-9)
+            # A plan is a cut: its longest rows bound its time, and no bound is above the cost of any plan.
+            assert bound <= cost * (1 + 1e-9) <= weights.step.seconds(features) * (1 + 2e-9)
+
+
+def test_the_level_method_reaches_the_best_weights_of_known_plans() -> None:
+    """On the cuts alone, as if these plans were all there are: the maximum is known from the linear program."""
+    program, dims, classes = parts("llama", 1)
+    cluster = Cluster.preset("h100")
+    plans = [replace(random_plan(program, dims, AXES, cluster, seed), overlap=True) for seed in range(6)]
+    features = [step_features(program, dims, plan, classes) for plan in plans]
+    regions = regions_of(program)
+    best = Weights(StepTime(regions, len(AXES), 1, regions.units))
+
+    def least(weights: Weights) -> float:
+        return min(sum(float(weights.prices(r) @ own) for r, own in known.items()) for known in features)
+
+    known, bound = [features[0]], least(best)
+    for _ in range(40):
+        weights, most = best.at_level(known, bound)
+        assert all(abs(rows.sum() - 1) < 1e-9 and (rows >= 0).all() for rows in weights.rows.values())
+        assert bound <= most * (1 + 1e-6)
+        if most - bound < 1e-3 * most:
+            break
+        known.append(min(features, key=lambda f: sum(float(weights.prices(r) @ own) for r, own in f.items())))
+        best, bound = (weights, least(weights)) if least(weights) > bound else (best, bound)
+    assert most - bound < 1e-3 * most
+    assert bound <= min(best.step.seconds(known) for known in features) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

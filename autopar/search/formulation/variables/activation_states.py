@@ -68,11 +68,12 @@ def with_states(context: BuildContext, variable: Variable, node: fx.Node) -> Var
         return replace(
             variable,
             cost=context.kernel_prices(node)[0] * variable.cost,
+            seconds=variable.cost,
             memory=context.bytes(variable, "out", 0) * memory.state_share,
         )
     prices = context.kernel_prices(node)
     # An invariant without states is hoisted; whatever else has none runs where it is.
-    priced = replace(variable, cost=prices[2 if variable.invariant else 0] * variable.cost)
+    priced = replace(variable, cost=prices[2 if variable.invariant else 0] * variable.cost, seconds=variable.cost)
     if is_backward(node) or not (memory.activations or memory.decides_saving):
         return priced
     reads = context.reads[variable.key]

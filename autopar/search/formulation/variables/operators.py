@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
 from autopar.ir.graph import is_backward
 from autopar.ir.layout import Placement, TensorType
+from autopar.rules.remembered import remembered
 from autopar.search.formulation.variables.activation_states import with_states
 from autopar.search.formulation.variables.context import BuildContext
 from autopar.search.formulation.variables.variable import Floats, Ints, Port, Variable
 from autopar.sharding.candidates import REPLICATE, Candidates, candidates, strategies
 from autopar.sharding.dims import Operator
 from autopar.sharding.operator_cost import operator_seconds
+from autopar.sharding.redistribute import Machine
 
 
 def operator_variable(context: BuildContext, key: str) -> Variable:
     """The variable of a class of operators."""
     node, count = context.classes.members[key][0], context.classes.count[key]
     operator = context.dims.operators[node]
-    chosen = candidates(operator, context.sizes, _allowed(context, key, operator))
+    chosen, seconds = _timed_candidates(operator, _allowed(context, key, operator), context.tables.machine)
     types, ports = _ports(context, operator, chosen)
     invariant = node in context.program.microbatch_invariant
     runs = 1 if invariant else context.program.runs(node)  # of an invariant, its states say how often it runs
-    cost = operator_seconds(operator, chosen, context.tables.machine) * (count * runs)
+    cost = seconds * (count * runs)
     found = Variable(
         key, count, ports, types, chosen, cost, np.zeros(len(cost)), np.arange(len(cost)), invariant=invariant
     )
@@ -38,6 +40,15 @@ def operator_variable(context: BuildContext, key: str) -> Variable:
     if context.memory.point is None or context.memory.point.node not in context.classes.members[key]:
         return found
     return replace(found, memory=found.memory + _while_running(context, found, operator))
+
+
+@remembered(4096)
+def _timed_candidates(
+    operator: Operator, allowed: tuple[frozenset[str], ...], machine: Machine
+) -> tuple[Candidates, Floats]:
+    """Candidates of an operator and their seconds: the same for each memory model, and for all prices of seconds."""
+    chosen = candidates(operator, machine.sizes, allowed)
+    return chosen, operator_seconds(operator, chosen, machine)
 
 
 def _ports(
@@ -70,11 +81,11 @@ def _layout_numbers(context: BuildContext, type_: TensorType, placements: list[P
     return np.array(found, dtype=np.int64)[inverse]
 
 
-def _allowed(context: BuildContext, key: str, operator: Operator) -> list[Collection[str]]:
+def _allowed(context: BuildContext, key: str, operator: Operator) -> tuple[frozenset[str], ...]:
     """Names of the strategies that a class of operators may take on each axis."""
     free, fixed = context.restrictions.free, context.restrictions.fixed.get(key)
     every = frozenset(s.name for s in strategies(operator))
-    found: list[Collection[str]] = []
+    found: list[Iterable[str]] = []
     for axis in range(len(context.sizes)):
         own = context.restrictions.strategies.get(key, (None,) * len(context.sizes))[axis]
         if free is None or axis in free:
@@ -83,7 +94,7 @@ def _allowed(context: BuildContext, key: str, operator: Operator) -> list[Collec
             found.append((fixed[axis],))
         else:
             found.append((REPLICATE,) if own is None or REPLICATE in own else (min(own),))
-    return found
+    return tuple(map(frozenset, found))
 
 
 def _while_running(context: BuildContext, variable: Variable, operator: Operator) -> Floats:

@@ -69,6 +69,7 @@ class Variable:
         invariant: whether all microbatches share it where it is saved.
         alias_only: whether `RECOMPUTED` is allowed only for a consumer layout equal to the layout that the value was
             produced in. Such a consumer layout is no tensor of its own, so the memory counts at the value alone.
+        seconds: of an operator without states, the seconds of its kernels under each label, whatever a second costs.
         uncounted: bytes of each label that emitted graphs hold besides its memory, approximately. The memory
             constraint leaves them out, since it must hold for all plans. None: nothing.
     """
@@ -87,6 +88,7 @@ class Variable:
     invariant: bool = False
     alias_only: bool = False
     uncounted: Floats | None = None
+    seconds: Floats | None = None
 
     @property
     def readable(self) -> Ints:
@@ -159,4 +161,5 @@ class Variable:
             candidate=np.tile(self.candidate, times),
             state=state,
             working=None if self.working is None else np.tile(self.working, times),
+            seconds=None,
         )
