@@ -12,6 +12,7 @@ from autopar.passes.pad_dims import pad
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.overlap.simulated import with_chunks
 from autopar.search.peak import peak_of
+from autopar.search.pipeline.stage_devices import devices_along, predicted_alone
 from autopar.search.pipeline.stage_peak import cut_again, overlapped
 from autopar.search.predict import predict
 from autopar.sharding.dims import analyze
@@ -21,7 +22,7 @@ SAME = 1e-6
 """Figures that are this close, relatively, are the same: sums are in other orders."""
 
 _FIGURES = ("step_seconds", "compute_seconds", "communication_seconds", "memory_bytes", "peak_bytes",
-            "communication_bytes", "collectives", "host_seconds", "host_bytes")  # fmt: skip
+            "communication_bytes", "collectives", "host_seconds", "host_bytes", "room")  # fmt: skip
 
 
 def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Plan:
@@ -54,16 +55,15 @@ def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Pl
 def _in_stages(part: Program, plan: Plan) -> Plan:
     """The same with stages, whose objective is of a step in which nothing overlaps."""
     assert plan.pipeline is not None
-    link = dict(zip(plan.axis_names, plan.cluster.link_for(dict(plan.axes)), strict=True))[plan.pipeline.axis]
-    padded = pad(part, plan.padding)
-    alone = predict(padded, analyze(padded), replace(plan.inner, overlap=False, stages=Plan.stages))
-    cut, shape, actions = cut_again(plan, part, link, overlap=False)
+    devices = devices_along(plan.cluster, dict(plan.axes), plan.pipeline.axis)
+    alone = predicted_alone(part, plan.inner, devices)
+    cut, shape, actions = cut_again(plan, part, devices, overlap=False)
     objective = cut.seconds(actions)
     cut = replace(cut, plan=replace(cut.plan, predicted=alone.predicted))
     predicted = cut.predicted(shape, actions, objective)
     if plan.overlap:
-        cut, _, _ = cut_again(plan, part, link, overlap=True)
-        predicted = overlapped(predicted, cut.peak(actions), cut.seconds(actions))
+        cut, _, _ = cut_again(plan, part, devices, overlap=True)
+        predicted = overlapped(predicted, cut, actions)
     return _with_objective(replace(plan, predicted=predicted, modules=alone.modules), objective)
 
 
