@@ -76,7 +76,8 @@ class Cluster:
         check_name(self.name)
         if not isinstance(self.device, Device):
             raise ValueError(f"device must be a Device, got {self.device!r}")
-        for key, kind in (("links", Link), ("group_sizes", int)):
+        kinds = (("links", Link), ("group_sizes", int), ("groups", DeviceGroup), ("between", Between))
+        for key, kind in kinds:
             value = getattr(self, key)
             if not isinstance(value, list | tuple) or not all(isinstance(v, kind) for v in value):
                 raise ValueError(f"{key} must be a tuple of {kind.__name__}s, got {value!r}")
@@ -85,7 +86,8 @@ class Cluster:
         for name in self.axis_links:
             check_name(name, "a name in axis_links")
         object.__setattr__(self, "links", tuple(self.links))
-        object.__setattr__(self, "group_sizes", tuple(self.group_sizes))
+        for key in ("group_sizes", "groups", "between"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
         object.__setattr__(self, "axis_links", {name: self.axis_links[name] for name in sorted(self.axis_links)})
         if not self.links:
             raise ValueError("links is empty: give at least one, between neighboring devices")
@@ -101,6 +103,8 @@ class Cluster:
                     f"group_sizes {list(self.group_sizes)} must be positive integers, each a multiple of the one before"
                 )
             inner = size
+        if self.between and not self.groups:
+            raise ValueError("between is for clusters of several kinds of devices: give groups, too")
         if self.groups and merged(self.groups, self.between) != (self.device, self.links, self.group_sizes):
             raise ValueError("device and links are not those of the groups: make the cluster with Cluster.of_groups")
 
@@ -122,6 +126,9 @@ class Cluster:
         Raises:
             ValueError: there is no group, two have one name, or two have no link between them.
         """
+        for key, found, kind in (("groups", groups, DeviceGroup), ("between", between, Between)):
+            if not isinstance(found, list | tuple) or not all(isinstance(value, kind) for value in found):
+                raise ValueError(f"{key} must be a tuple of {kind.__name__}s, got {shown(found)}")
         if not groups:
             raise ValueError("groups is empty: give at least one")
         device, links, sizes = merged(groups, between)

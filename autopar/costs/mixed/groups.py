@@ -48,8 +48,13 @@ class DeviceGroup:
                 raise ValueError(f"{key} must be a positive integer, at most {MOST_DEVICES}, got {shown(value)}")
         if isinstance(self.speed, bool) or not isinstance(self.speed, int | float) or not 0 < self.speed <= 100:
             raise ValueError(f"speed must be a positive number, 1 for the figures of the device, got {self.speed!r}")
-        for key in ("links", "group_sizes"):
-            object.__setattr__(self, key, tuple(getattr(self, key)))
+        if not isinstance(self.device, Device):
+            raise ValueError(f"device must be a Device, got {shown(self.device)}")
+        for key, kind in (("links", Link), ("group_sizes", int)):
+            value = getattr(self, key)
+            if not isinstance(value, list | tuple) or not all(isinstance(v, kind) for v in value):
+                raise ValueError(f"{key} must be a tuple of {kind.__name__}s, got {shown(value)}")
+            object.__setattr__(self, key, tuple(value))
         object.__setattr__(self, "speed", float(self.speed))
         levels = len(self.group_sizes) + 1
         if len(self.links) != levels + 1 and (self.nodes > 1 or len(self.links) != levels):
@@ -104,6 +109,10 @@ class Between:
     groups: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.link, Link):
+            raise ValueError(f"link must be a Link, got {shown(self.link)}")
+        if not isinstance(self.groups, list | tuple) or not all(isinstance(name, str) for name in self.groups):
+            raise ValueError(f"groups must be names of two groups, got {shown(self.groups)}")
         object.__setattr__(self, "groups", tuple(self.groups))
         if self.groups and (len(self.groups) != 2 or len(set(self.groups)) != 2):
             raise ValueError(f"groups must name two groups, or be left out for any two, got {list(self.groups)}")
