@@ -141,6 +141,7 @@ def solve(
         factored: a pipeline's stages may take a factor of an axis; the plan is then for a mesh with one axis more.
     """
     search, machine = _with_table(search or Search()), Cluster.resolve(cluster)
+    machine.require_mesh(axes)
     program = for_devices(program, machine.device, axes, deterministic=deterministic)
     budget = None if memory is None else parse_bytes(memory)
     job = Job(
@@ -156,10 +157,18 @@ def solve(
             job.progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
         plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
+        if machine.groups and plan.pipeline is None:
+            plan = as_the_slowest(plan)
         # A slower machine, or a shorter limit, must not decide for later searches.
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
         return plan
+
+
+def as_the_slowest(plan: Plan) -> Plan:
+    """A plan that gives devices of several kinds the same work; its certificate says how they are counted."""
+    note = "every device as slow as the slowest, and with the least memory"
+    return replace(plan, certificate=replace(plan.certificate, space=f"{plan.certificate.space}; {note}"))
 
 
 def for_devices(program: Program, device: Device, axes: Mapping[str, int], *, deterministic: bool) -> Program:
@@ -271,11 +280,13 @@ def plan(
         model: real, fake or on the meta device.
         batch: example of the *global* batch: tuple or dict of real, fake or meta tensors.
         cluster: a `Cluster`, a preset's name or a TOML file.
-        axes: name and size of each mesh axis, outermost first; default: one axis over one innermost group.
+        axes: name and size of each mesh axis, outermost first; default: one axis over one innermost group, or over all
+            devices of a cluster with groups.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
         loss: which scalar of the output is the loss, as for `autopar.parallelize`.
         memory: budget per device, such as ``"70GiB"``; default: the device's memory less what
-            `autopar.costs.budget` sets aside.
+            `autopar.costs.budget` sets aside. On a cluster of several kinds of devices it is of those with the least
+            memory, and stages on others may take as much more as these have.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``; default: the model's own.
         compile: the plan is for ``parallelize(..., compile=True)``: costs are those of kernels that a compiler fuses.
@@ -291,7 +302,7 @@ def plan(
     require(axes=(axes, optional(AXES)), compile=(compile, FLAG), progress=(progress, optional(FUNCTION)))
     policy = Precision.resolve(precision)
     machine = Cluster.resolve(cluster)
-    axes = axes or {"device": machine.group_sizes[0] if machine.group_sizes else 1}
+    axes = axes or {"device": machine.devices or (machine.group_sizes[0] if machine.group_sizes else 1)}
     search = search or Search()
     search.require_axes(axes)
     workers, axes, search = search.of_worker(axes)

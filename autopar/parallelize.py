@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
-from autopar.compiler import check_planning
+from autopar.compiler import check_planning, default_memory
 from autopar.costs.arguments import FLAG, FUNCTION, PATH, a, number, optional, require
 from autopar.costs.budget import DefaultBudget
 from autopar.costs.cluster import Cluster
@@ -145,7 +145,8 @@ def parallelize(
     if policy is not None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
-    budget = _budget(context) if memory is None else parse_bytes(memory)
+    machine.require_mesh(dict(context.axes))
+    budget = _budget(context, machine) if memory is None else parse_bytes(memory)
     options = CompileOptions(
         machine, budget, optimizer, search, given, loss_fn, inputs,
         # On one device both ways draw the same, and the default generator needs no seeds.
@@ -225,8 +226,10 @@ def _cluster(context: MeshContext) -> Cluster:
     return context.together(lambda: cluster_of_device(context.device), "choosing a preset")
 
 
-def _budget(context: MeshContext) -> DefaultBudget:
-    """Bytes that a device may use by default."""
+def _budget(context: MeshContext, machine: Cluster) -> DefaultBudget:
+    """Bytes that a device may use by default; of several kinds, that with the least memory by the cluster's figures."""
+    if machine.groups:
+        return default_memory(machine, dict(context.axes))
     world = dist.get_world_size() if context.mesh is not None else 1
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return DefaultBudget(reserve_of_device(context.device, dict(context.axes), processes))

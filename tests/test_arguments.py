@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar import Cluster, Lowering, Plan, Precision, Rule, Search, Spec, checkpoint, cli, compiler, rule
 from autopar.costs.arguments import AXES, SIZE, number, require, shown, whole
-from autopar.costs.cluster import Device, Link
+from autopar.costs.cluster import Between, Device, DeviceGroup, Link
 from autopar.costs.memory import parse_bytes
 from autopar.integrations.metrics import watch
 from autopar.low_communication.settings import Settings
@@ -96,6 +96,7 @@ OF_PINS: dict[str, list[Any]] = {
 }  # fmt: skip
 OF_STAGES: dict[str, list[Any]] = {
     "virtual": [0, -1, 1.5, True, "2", None], "stage_axis": NOT_TEXT, "schedule": ["1f2b", 7, [], [7], [["0F0", 7]], None],
+    "stage_order": [1, "10", [], [0, 0], [1, 2], [True, 0], [0.0, 1], None],
 }  # fmt: skip
 OF_DEVICE: dict[str, list[Any]] = {
     "name": [1, "", "a\nb", None, "x" * 300], "flops": [{}, {"float32": 0}, {"float32": NAN}, {"int8": 1.0}, 1, None],
@@ -111,7 +112,14 @@ H100 = Cluster.preset("h100")
 OF_CLUSTER: dict[str, list[Any]] = {
     "name": [1, "", "a\nb", None], "device": [1, None, "h100", {}], "links": [(), 1, None, "x", (1,), H100.links[0]],
     "group_sizes": [(), (8, 16), (0,), (True,), (1.5,), 8, None, ("8",)], "axis_links": [1, None, {"a": 1}, {"": H100.links[0]}],
+    "groups": [1, None, "x", (1,), ("h100",)], "between": [1, None, "x", (1,), (H100.links[0],)],
 }  # fmt: skip
+OF_GROUP: dict[str, list[Any]] = {
+    "name": [1, "", "a\nb", None], "device": [1, None, "h100", {}], "links": [(), 1, None, "x", (1,), H100.links[0]],
+    "nodes": [0, *NO_WHOLE], "devices_per_node": [0, *NO_WHOLE], "speed": [0, INF, *NO_NUMBER],
+    "group_sizes": [(8, 16), (0,), (True,), (1.5,), 8, None, ("8",)],
+}  # fmt: skip
+GROUP = {"name": "g", "device": H100.device, "nodes": 2, "devices_per_node": 8, "links": H100.links}
 OF_RULE: dict[str, list[Any]] = {
     "equation": [1, None, "", "ab", "a->b->c", []], "reduce": [1, None, ["a"]], "keep": [1, None], "blocked": [1, None],
     "linear": [1, "a", None], "shapes": [1, None], "scaled": [1, None, []], "lower": [1, None, []],
@@ -154,6 +162,8 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
         ("stages", lambda **pins: Search(pins={"stages": 2, **pins}), {}, OF_STAGES),
         ("Device", Device, {"name": "d", "flops": {"float32": 1.0}, "memory": 1, "bandwidth": 1, "launch": 1}, OF_DEVICE),
         ("Link", Link, {"name": "l", "bandwidth": 1, "latency": 1}, OF_LINK),
+        ("DeviceGroup", DeviceGroup, GROUP, OF_GROUP),
+        ("Between", Between, {"link": H100.links[0]}, {"link": [1, None, "x"], "groups": [1, None, "a", ("a",), (1, 2)]}),
         ("Cluster", Cluster, {f.name: getattr(H100, f.name) for f in dataclasses.fields(H100)}, OF_CLUSTER),
         ("Cluster.preset", lambda preset: Cluster.preset(preset), {}, {"preset": ["h10", "", 1, None, [], b"h100"]}),
         ("Cluster.from_toml", Cluster.from_toml, {}, {"text": [1, None, b"", ["a"]]}),

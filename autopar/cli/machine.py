@@ -89,12 +89,20 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     return found
 
 
-def doctor_command(as_json: Json = False, debug: Debug = False) -> None:
+def doctor_command(
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.toml", help="Also check and show this cluster, group by group.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Show which of autopar's requirements this machine has, what is missing, and how to get it."""
     with clear_errors(debug):
+        from autopar.costs.cluster import Cluster
         from autopar.explain.tables.doctor import doctor_table, examine
 
-        facts = examine()
+        # Before the machine is looked at: a wrong file is an error at once.
+        facts = examine(None if cluster is None else Cluster.resolve(cluster))
         typer.echo(json.dumps(facts, indent=1) if as_json else doctor_table(facts))
 
 

@@ -1,4 +1,4 @@
-"""What a plan is made for: one kind of device, and the links between devices.
+"""What a plan is made for: devices, of one kind or in groups of several, and the links between them.
 
 A `Cluster` is data: a few public figures per device and per link, from a preset or from a TOML file that
 `autopar calibrate` or a person writes. Nothing here looks at the machine, so that a plan made on a laptop is the plan
@@ -8,25 +8,33 @@ that the cluster gets.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from autopar.costs.arguments import PATH, a, require
 from autopar.costs.device import FLOAT_DTYPES as FLOAT_DTYPES
 from autopar.costs.device import Device as Device
 from autopar.costs.device import Link as Link
 from autopar.costs.device import check_name, shown, suggest
+from autopar.costs.mixed.groups import Between as Between
+from autopar.costs.mixed.groups import DeviceGroup as DeviceGroup
+from autopar.costs.mixed.groups import merged
+from autopar.costs.mixed.tables import (
+    device_lines,
+    device_of,
+    link_lines,
+    links_of,
+    quote,
+    refused,
+    require_keys,
+    tables,
+    typed,
+)
 from autopar.costs.read_file import read_text
-
-_T = TypeVar("_T")
 
 _FOLDER = Path(__file__).with_name("presets")
 
@@ -35,10 +43,6 @@ PRESETS: tuple[str, ...] = tuple(sorted(path.stem for path in _FOLDER.glob("*.to
 
 MOST_BYTES, MOST_IN_A_LINE = 2**18, 1000
 """Of a file, and characters of a line: presets have two thousand, and two hundred."""
-
-_OPTIONAL = ("efficiency", "fused", "units", "ramp", "streaming", "host", "host_bandwidth", "copies")
-_FIGURES = ("memory", "bandwidth", "launch", *_OPTIONAL)
-_LINK_OPTIONAL = ("copies", "contention", "wait", "occupies")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ class Cluster:
         group_sizes: devices within a group of each level but the outermost, which has no bound: ``(8,)`` for 8 per
             node; ``(8, 256)`` for 8 per node and 256 per pod, with three links.
         axis_links: the link of a mesh axis, by the axis's name, where its size does not tell.
+        groups: of devices that are alike, in the order of the mesh's devices; empty: all are. Of a cluster with groups,
+            see `of_groups`, ``device`` and ``links`` are as slow as the slowest.
+        between: the links between groups.
 
     Raises:
         ValueError: levels and group sizes do not fit each other.
@@ -62,12 +69,15 @@ class Cluster:
     links: tuple[Link, ...]
     group_sizes: tuple[int, ...] = ()
     axis_links: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    groups: tuple[DeviceGroup, ...] = ()
+    between: tuple[Between, ...] = ()
 
     def __post_init__(self) -> None:
         check_name(self.name)
         if not isinstance(self.device, Device):
             raise ValueError(f"device must be a Device, got {self.device!r}")
-        for key, kind in (("links", Link), ("group_sizes", int)):
+        kinds = (("links", Link), ("group_sizes", int), ("groups", DeviceGroup), ("between", Between))
+        for key, kind in kinds:
             value = getattr(self, key)
             if not isinstance(value, list | tuple) or not all(isinstance(v, kind) for v in value):
                 raise ValueError(f"{key} must be a tuple of {kind.__name__}s, got {value!r}")
@@ -76,7 +86,8 @@ class Cluster:
         for name in self.axis_links:
             check_name(name, "a name in axis_links")
         object.__setattr__(self, "links", tuple(self.links))
-        object.__setattr__(self, "group_sizes", tuple(self.group_sizes))
+        for key in ("group_sizes", "groups", "between"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
         object.__setattr__(self, "axis_links", {name: self.axis_links[name] for name in sorted(self.axis_links)})
         if not self.links:
             raise ValueError("links is empty: give at least one, between neighboring devices")
@@ -92,6 +103,56 @@ class Cluster:
                     f"group_sizes {list(self.group_sizes)} must be positive integers, each a multiple of the one before"
                 )
             inner = size
+        if self.between and not self.groups:
+            raise ValueError("between is for clusters of several kinds of devices: give groups, too")
+        if self.groups and merged(self.groups, self.between) != (self.device, self.links, self.group_sizes):
+            raise ValueError("device and links are not those of the groups: make the cluster with Cluster.of_groups")
+
+    @staticmethod
+    def of_groups(
+        name: str,
+        groups: Sequence[DeviceGroup],
+        between: Sequence[Between] = (),
+        axis_links: Mapping[str, Link] | None = None,
+    ) -> Cluster:
+        """A cluster of several kinds of devices; each group's devices are numbered after those of the groups before.
+
+        Args:
+            name: for people.
+            groups: at least one.
+            between: the links between groups; default: the slower of the two between their own nodes.
+            axis_links: as in `Cluster`.
+
+        Raises:
+            ValueError: there is no group, two have one name, or two have no link between them.
+        """
+        for key, found, kind in (("groups", groups, DeviceGroup), ("between", between, Between)):
+            if not isinstance(found, list | tuple) or not all(isinstance(value, kind) for value in found):
+                raise ValueError(f"{key} must be a tuple of {kind.__name__}s, got {shown(found)}")
+        if not groups:
+            raise ValueError("groups is empty: give at least one")
+        device, links, sizes = merged(groups, between)
+        return Cluster(name, device, links, sizes, axis_links or {}, tuple(groups), tuple(between))
+
+    @property
+    def devices(self) -> int | None:
+        """How many there are, of a cluster with groups; others have as many as they are asked for."""
+        return sum(g.devices for g in self.groups) if self.groups else None
+
+    def require_mesh(self, axes: Mapping[str, int]) -> None:
+        """Refuse a mesh of more or fewer devices than the groups have.
+
+        Raises:
+            ValueError: says how many there are of each.
+        """
+        wanted = math.prod(axes.values())
+        if self.devices not in (None, wanted):
+            each = ", ".join(f"{g.devices} of {g.name!r}" for g in self.groups)
+            raise ValueError(
+                f"cluster {self.name!r} has {self.devices} devices ({each}), and the mesh {dict(axes)} has {wanted}: "
+                "give a mesh of all of them, or other groups; workers that train apart (role local) need a cluster "
+                "without groups"
+            )
 
     def link_for(self, axis_sizes: Mapping[str, int]) -> tuple[Link, ...]:
         """The link that each axis of a mesh communicates over.
@@ -237,18 +298,21 @@ class Cluster:
 
     def to_toml(self) -> str:
         """The cluster as TOML text; equal clusters give equal text."""
-        device = self.device
-        lines = [f"name = {_quote(self.name)}", f"group_sizes = {list(self.group_sizes)}", "", "[device]"]
-        lines += [f"name = {_quote(device.name)}", f"kind = {_quote(device.kind)}"]
-        lines += [f"{key} = {getattr(device, key)!r}" for key in _FIGURES]
-        lines += ["", "[device.flops]", *(f"{dtype} = {rate!r}" for dtype, rate in device.flops.items())]
-        tables = [("[[links]]", link) for link in self.links]
-        tables += [(f"[axis_links.{_quote(axis)}]", link) for axis, link in self.axis_links.items()]
-        for header, link in tables:
-            lines += ["", header, f"name = {_quote(link.name)}"]
-            lines += [f"bandwidth = {link.bandwidth!r}", f"latency = {link.latency!r}"]
-            lines += [f"algorithms = [{', '.join(map(_quote, link.algorithms))}]"]
-            lines += [f"{key} = {getattr(link, key)!r}" for key in _LINK_OPTIONAL if getattr(link, key)]
+        lines = [f"name = {quote(self.name)}"]
+        if self.groups:
+            for group in self.groups:
+                lines += ["", "[[groups]]", f"name = {quote(group.name)}"]
+                lines += [f"{key} = {getattr(group, key)!r}" for key in ("nodes", "devices_per_node", "speed")]
+                lines += [f"group_sizes = {list(group.group_sizes)}", *device_lines("groups.device", group.device)]
+                lines += [line for link in group.links for line in link_lines("[[groups.links]]", link)]
+            for entry in self.between:
+                lines += ["", "[[between]]", f"groups = [{', '.join(map(quote, entry.groups))}]"]
+                lines += link_lines("[between.link]", entry.link)
+        else:
+            lines += [f"group_sizes = {list(self.group_sizes)}", *device_lines("device", self.device)]
+            lines += [line for link in self.links for line in link_lines("[[links]]", link)]
+        for axis, link in self.axis_links.items():
+            lines += link_lines(f"[axis_links.{quote(axis)}]", link)
         return "\n".join(lines) + "\n"
 
     def fingerprint(self) -> str:
@@ -263,79 +327,80 @@ def _is_file(path: str | Path) -> bool:
         return False
 
 
-def _quote(text: str) -> str:
-    # TOML's basic strings escape like JSON's as long as every character is printable, which names are.
-    return json.dumps(text, ensure_ascii=False)
-
-
-_REMEDY = {
-    "bandwidth": ", in bytes per second",
-    "latency": ", in seconds per message",
-    "launch": ", in seconds per kernel",
-    "memory": ", in bytes",
-    "flops": ", operations per second by dtype",
-    "links": ", one [[links]] table per level, innermost first",
-    "device": ", a table [device]",
-    "axis_links": ", an [axis_links.NAME] table for each axis",
-    "group_sizes": " of integers",
-}
-
-_IN_WORDS = {"float": "a number", "int": "an integer", "str": "text", "array": "a list", "object": "a table"}
-
-_NOT_STATED = {"neighbors"}
-"""Fields that `Cluster.link_for` finds out."""
-
-
 def _cluster_of(document: dict[str, Any]) -> Cluster:
     """A cluster from the tables of a file. Each part by itself, so that an error has its whole path."""
-    _require_keys(document, Cluster, "")
-    table = _typed(document["device"], dict[str, Any], "device")
-    _require_keys(table, Device, "device.")
-    flops = _tables(table["flops"], float, "device.flops")
-    links = _typed(document["links"], list[Any], "links")
-    axis_links = _tables(document.get("axis_links", {}), Link, "axis_links")
-    return Cluster(
-        _typed(document["name"], str, "name"),
-        _typed({**table, "flops": flops}, Device, "device"),
-        tuple(_typed(link, Link, f"links[{i}]") for i, link in enumerate(links)),
-        tuple(_typed(document.get("group_sizes", []), list[int], "group_sizes")),
-        axis_links,
-    )
+    if "groups" in document:
+        return _cluster_of_groups(document)
+    if "between" in document:
+        raise ValueError("key between is for clusters of several kinds of devices: add [[groups]], or remove it")
+    require_keys(document, Cluster, "")
+    device = device_of(document["device"], "device")
+    links = links_of(document["links"], "links")
+    axis_links = tables(document.get("axis_links", {}), Link, "axis_links")
+    sizes = tuple(typed(document.get("group_sizes", []), list[int], "group_sizes"))
+    return Cluster(typed(document["name"], str, "name"), device, links, sizes, axis_links)
 
 
-def _tables(value: object, kind: type[_T], where: str) -> dict[str, _T]:
-    """A table whose keys are names, and whose values are of one kind."""
-    return {key: _typed(inner, kind, f"{where}.{key}") for key, inner in _typed(value, dict[str, Any], where).items()}
+def _cluster_of_groups(document: dict[str, Any]) -> Cluster:
+    """A cluster with ``[[groups]]``: what it is otherwise said to be follows from them."""
+    for key in document:
+        if key not in _OF_GROUPS:
+            also = f"{key} is stated by each group: remove it" if key in ("device", "links", "group_sizes") else ""
+            raise ValueError(also or f"unknown key {key}: remove it{suggest(key, _OF_GROUPS)}")
+    groups = [
+        _group_of(typed(table, dict[str, Any], f"groups[{i}]"), f"groups[{i}]")
+        for i, table in enumerate(typed(document["groups"], list[Any], "groups"))
+    ]
+    between = [
+        typed(table, Between, f"between[{i}]")
+        for i, table in enumerate(typed(document.get("between", []), list[Any], "between"))
+    ]
+    if "name" not in document:
+        raise ValueError("missing key name: add it")
+    axis_links = tables(document.get("axis_links", {}), Link, "axis_links")
+    return Cluster.of_groups(typed(document["name"], str, "name"), groups, between, axis_links)
 
 
-def _typed(value: object, kind: type[_T], where: str) -> _T:
-    """The value in this type, strictly: no text is a number, and no bool.
+_OF_GROUPS = ("name", "groups", "between", "axis_links")
+
+
+def _group_of(table: dict[str, Any], where: str) -> DeviceGroup:
+    """A group from its table; of one that names a preset, device and links are those of the preset.
 
     Raises:
-        ValueError: it is of another type, or the type's own checks refuse it; names the path of the key.
+        ValueError: a key is missing, unknown or has a wrong value; names its path.
     """
-    if is_dataclass(kind) and isinstance(value, dict):
-        _require_keys(value, kind, f"{where}.")
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        # "Expected `float`, got `str` - at `$.memory`", or what the class itself says of its own keys.
-        reason, _, place = str(error).partition(" - at `$")
-        if (named := re.fullmatch(r"Expected `(\w+)`, got `(\w+)`", reason)) is None:
-            raise ValueError(f"{where}{place.rstrip('`')}.{reason}") from error
-        wanted, got = (_IN_WORDS.get(word, word) for word in named.groups())
-        path = where + place.rstrip("`")
-        remedy = _REMEDY.get(re.split(r"[.\[]", path)[-1] or path, "")
-        raise ValueError(f"{path} must be {wanted}{remedy}, and is {got}") from error
-
-
-def _require_keys(table: dict[str, Any], kind: type, where: str) -> None:
-    """Refuse keys that the class does not have, and the lack of those without a default."""
-    stated = [f for f in fields(kind) if f.name not in _NOT_STATED]
-    known = tuple(f.name for f in stated)
-    for key in table:
-        if key not in known:
-            raise ValueError(f"unknown key {where}{key}: remove it{suggest(key, known)}")
-    for f in stated:
-        if f.name not in table and f.default is MISSING and f.default_factory is MISSING:
-            raise ValueError(f"missing key {where}{f.name}: add it{_REMEDY.get(f.name, '')}")
+    table = dict(table)
+    if "preset" in table:
+        preset = typed(table.pop("preset"), str, f"{where}.preset")
+        if stated := [key for key in ("device", "links", "group_sizes") if key in table]:
+            raise ValueError(f"{where}.{stated[0]} is that of the preset: remove it, or {where}.preset")
+        try:
+            known = Cluster.preset(preset)
+        except ValueError as error:
+            raise ValueError(f"{where}.preset: {error}") from error
+        memory = typed(table.pop("memory", known.device.memory), float, f"{where}.memory")
+        device = refused(where, lambda: replace(known.device, memory=memory))
+        links, sizes = known.links, known.group_sizes
+        table.setdefault("name", known.name)
+        if sizes:  # those within a node, of which the outermost is as large as the group says
+            table.setdefault("devices_per_node", sizes[-1])
+        links = links if sizes else (*links, *links)
+        filled: dict[str, Any] = {"device": device, "links": links, "group_sizes": sizes[:-1]}
+    else:
+        missing = next((key for key in ("device", "links") if key not in table), None)
+        if missing is not None:
+            raise ValueError(f"missing key {where}.{missing}: add it, or a preset (known: {', '.join(PRESETS)})")
+        sizes = tuple(typed(table.get("group_sizes", []), list[int], f"{where}.group_sizes"))
+        filled = {
+            "device": device_of(table["device"], f"{where}.device"),
+            "links": links_of(table["links"], f"{where}.links"),
+            "group_sizes": sizes,
+        }
+    require_keys({**table, **filled}, DeviceGroup, f"{where}.")
+    plain: dict[str, Any] = {
+        key: typed(table[key], kind, f"{where}.{key}")
+        for key, kind in (("name", str), ("nodes", int), ("devices_per_node", int), ("speed", float))
+        if key in table
+    }
+    return refused(where, lambda: DeviceGroup(**{**plain, **filled}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from autopar.ir.program import Program
 from autopar.ir.signature.outputs import Loss
 from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.budget.lagrangian import fits
-from autopar.search.options import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGES, VIRTUAL, Progress, Search
+from autopar.search.options import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGE_ORDER, STAGES, VIRTUAL, Progress, Search
 from autopar.search.recost import SAME, differences, recosted
 
 SHOWN = 3
@@ -119,8 +120,10 @@ def _space_of(plan: Plan) -> Search:
     if plan.pipeline is None:
         return Search(tie_layers=not apart)
     devices = dict(plan.axes)[plan.pipeline.axis]
-    pins = {
+    pins: dict[str, Any] = {
         STAGES: devices, STAGE_AXIS: plan.pipeline.axis, SCHEDULE: plan.pipeline.schedule,
         VIRTUAL: len(plan.stages) // devices, MICROBATCHES: plan.microbatches,
     }  # fmt: skip
+    if plan.pipeline.places:
+        pins[STAGE_ORDER] = list(plan.pipeline.places)
     return Search(pins=pins, tie_layers=not apart)

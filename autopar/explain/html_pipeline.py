@@ -71,7 +71,7 @@ def stage_rows(step: SimulatedPipeline, plan: Plan) -> list[dict[str, Any]]:
     rows = zip(plan.stages, device_of(step.order), step.times, step.memory, strict=True)
     return [
         {
-            "device": device,
+            "device": f"{device}, {stage.group}" if stage.group else device,
             "modules": list(stage.modules),
             "forward": times.forward,
             "backward": times.backward,

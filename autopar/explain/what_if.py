@@ -88,7 +88,8 @@ def what_if(
     search = search or Search()
     # Dozens of searches: each is short, and none is checked, as nobody runs these plans.
     search = replace(search, time_limit=min(search.time_limit, SECONDS), check=False)
-    batches, meshes = _batches(batch), _meshes(found.axes)
+    # A cluster of several kinds of devices has as many as it says.
+    batches, meshes = _batches(batch), [dict(found.axes)] if found.cluster.groups else _meshes(found.axes)
     solved: Iterable[Case]
     # Descending: see `_solved`.
     budgets = sorted((budget * factor for factor in FACTORS), reverse=True)

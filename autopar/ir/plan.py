@@ -94,6 +94,8 @@ class Predicted:
         communication_bytes: bytes that a device sends, by axis.
         collectives: how many, by axis and kind.
         communication_seconds: all collectives, hidden or not.
+        room: how much memory the device of ``peak_bytes`` has, as a multiple of the least of the cluster: where devices
+            differ, it is the one that has the least left.
         chunked_seconds: how much less ``step_seconds`` is as products run in chunks beside the collectives of their
             rows, see `autopar.passes.collectives.chunk_collectives`.
         host_seconds: copies to host memory and back.
@@ -110,6 +112,7 @@ class Predicted:
     host_bytes: float = 0.0
     communication_seconds: float = 0.0
     chunked_seconds: float = 0.0
+    room: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,15 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage: modules that run on the same devices. A plan without a pipeline has one."""
+    """A pipeline stage: modules that run on the same devices. A plan without a pipeline has one.
+
+    Attributes:
+        modules: the first begins it.
+        group: of the cluster's devices that it is on; empty where all are of one kind.
+    """
 
     modules: tuple[str, ...]
+    group: str = ""
 
 
 _WHOLE = (Stage(("",)),)
@@ -145,10 +154,13 @@ class Pipeline:
         axis: the mesh axis of the stages.
         schedule: in which order each device works on its microbatches: a name, see `autopar.pipeline.schedules`, or the
             text of a table, see `autopar.pipeline.custom_schedule`.
+        places: the coordinate along the axis of the device that comes first in the schedule, of the second, and so on;
+            empty: in the order of the axis.
     """
 
     axis: str
     schedule: str
+    places: tuple[int, ...] = ()
 
     @property
     def order(self) -> str:
@@ -290,6 +302,8 @@ class Plan:
         data["predicted"] = asdict(self.predicted)
         data["modules"] = [asdict(m) for m in self.modules]
         data["stages"] = [list(s.modules) for s in self.stages]
+        if any(s.group for s in self.stages):
+            data["stage_groups"] = [s.group for s in self.stages]
         data["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
         data["overlap"] = self.overlap
         data["fused"] = self.fused
@@ -473,6 +487,7 @@ class _File:
     fused: bool = False
     pipeline: Pipeline | None = None
     scatter: Scatter | None = None
+    stage_groups: tuple[str, ...] = ()
     padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     forced_consumer_layouts: tuple[str, ...] = ()
     workers: Mapping[str, Annotated[int, msgspec.Meta(ge=1, lt=2**31)]] = field(default_factory=dict)
@@ -507,7 +522,13 @@ def _parse(data: dict[str, Any]) -> Plan:
         "axes": tuple(file.axes.items()),
         "cluster": Cluster.from_toml(file.cluster),
     }
-    kept |= {"stages": tuple(map(Stage, file.stages)), "certificate": replace(certificate, claimed=True)}
+    groups = kept.pop("stage_groups") or ("",) * len(file.stages)
+    stages = tuple(Stage(modules, group) for modules, group in zip(file.stages, groups, strict=True))
+    kept |= {"stages": stages, "certificate": replace(certificate, claimed=True)}
+    if file.pipeline is not None and file.pipeline.places:
+        devices = file.axes.get(file.pipeline.axis, 0)
+        if sorted(file.pipeline.places) != list(range(devices)):
+            raise ValueError(f"pipeline.places are {file.pipeline.places}: expected 0 to {devices - 1} in any order")
     return Plan(**layouts, **kept)
 
 

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autopar.costs.cluster import Cluster
 from autopar.costs.memory import format_bytes
 from autopar.ir.plan import MEMORY_REPAIR, PER_USE, Certificate, ModuleRow, Plan
 
@@ -106,7 +107,7 @@ def _header(plan: Plan) -> RenderableType:
     over = ", ".join(f"{name} over {link.name}" for (name, _), link in zip(plan.axes, links, strict=True))
     rows = [
         ("axes", f"{axes} ({devices} device{'s' if devices != 1 else ''})"),
-        ("cluster", f"{plan.cluster.name}: {plan.cluster.device.name}" + (f"; {over}" if over else "")),
+        ("cluster", f"{plan.cluster.name}: {_devices(plan.cluster)}" + (f"; {over}" if over else "")),
         ("optimizer", plan.optimizer),
     ]
     if plan.workers:
@@ -120,13 +121,24 @@ def _header(plan: Plan) -> RenderableType:
         rows.append(("stages", said))
         for number, stage in enumerate(plan.stages):
             first, others = ", ".join(m or "(model)" for m in stage.modules[:LISTED]), len(stage.modules) - LISTED
-            rows.append((f"  stage {number}", first + (f" and {others} more" if others > 0 else "")))
+            on = f" on {stage.group}" if stage.group else ""
+            rows.append((f"  stage {number}{on}", first + (f" and {others} more" if others > 0 else "")))
     if plan.padding:
         # The first few: a deep model may pad a parameter in every layer.
         some = [f"{name} to {'x'.join(map(str, shape))}" for name, shape in plan.padding.items()][:PADDED]
         more = len(plan.padding) - len(some)
         rows.append(("padded", ", ".join(some) + (f" and {more} more" if more else "")))
     return figures(rows)
+
+
+def _devices(cluster: Cluster) -> str:
+    """What the devices are, group by group."""
+    if not cluster.groups:
+        return cluster.device.name
+    return ", ".join(
+        f"{g.devices} of {g.name} ({g.device.name}" + (f" at {g.speed:g} of its speed" if g.speed != 1 else "") + ")"
+        for g in cluster.groups
+    )
 
 
 def _modules(plan: Plan) -> Table:
@@ -140,7 +152,9 @@ def _modules(plan: Plan) -> Table:
         name = Group(Text(_path(row), overflow="fold"), *([layouts] if row.layouts else []))
         sent = _traffic(row.communication_bytes, plan.axis_names)
         table.add_row(name, *map(Text, (format_seconds(row.seconds), sent, format_bytes(row.memory_bytes))))
-    table.caption = Text(LEGEND, style="none")
+    # A module may be in stages on several kinds.
+    legend = f"{LEGEND}; times as on the slowest devices" if plan.cluster.groups else LEGEND
+    table.caption = Text(legend, style="none")
     return table
 
 

@@ -173,8 +173,8 @@ def work_of(found: Specialization) -> _Work:
     """What one call of a specialization computes."""
     program, cluster = found.program, found.plan.cluster
     if "work" not in program.memo:
-        # Round figures of any machine are no peak of this one.
-        known = cluster != Cluster.preset("cpu")
+        # Round figures of any machine are no peak of this one, and devices of several kinds have none together.
+        known = cluster != Cluster.preset("cpu") and not cluster.groups
         ideal = ideal_seconds(program, cluster.device) if known else None
         program.memo["work"] = _Work(1, float(samples(program)), tokens_of(program), ideal)
     work: _Work = program.memo["work"]

@@ -171,11 +171,21 @@ def any_count(schedule: str, stages: int, microbatches: int, virtual: int) -> st
     return schedule
 
 
+def placed(order: Order, places: Sequence[int]) -> Order:
+    """The same with the first row on the device with the first of these numbers, and so on; none: as they are.
+
+    >>> [row[0].stage for row in placed(order("1f1b", 2, 3), (1, 0))]
+    [1, 0]
+    """
+    return tuple(order[places.index(device)] for device in range(len(order))) if places else order
+
+
 def order_of(plan: Plan) -> Order:
     """What each device along the axis of a plan's pipeline does."""
     assert plan.pipeline is not None
     devices = dict(plan.axes)[plan.pipeline.axis]
-    return order(plan.pipeline.schedule, devices, plan.microbatches, len(plan.stages) // devices)
+    rows = order(plan.pipeline.schedule, devices, plan.microbatches, len(plan.stages) // devices)
+    return placed(rows, plan.pipeline.places)
 
 
 def device_of(order: Order) -> list[int]:

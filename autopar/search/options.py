@@ -21,15 +21,15 @@ from autopar.search.pipeline.shape import ScheduledStages
 Progress = Callable[[str, float, float], None]
 """``(phase, incumbent, bound)``, in seconds."""
 
-RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS = (
-    "recompute", "offload", "overlap", "microbatches", "stages", "schedule", "virtual", "stage_axis"
+RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS, STAGE_ORDER = (
+    "recompute", "offload", "overlap", "microbatches", "stages", "schedule", "virtual", "stage_axis", "stage_order"
 )  # fmt: skip
 """Pins that name no tensor."""
 
 REGATHER, FORMER_REGATHER = "regather", ("gathers",)
 """The value of the pin ``recompute`` that re-gathers parameters only, and what it was called before."""
 
-NO_TENSORS = (RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
+NO_TENSORS = (RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS, STAGE_ORDER)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Search:
             pipeline, or none, is fastest. Without it there is no pipeline. ``schedule`` is one of
             `autopar.pipeline.schedules.SCHEDULES`, or a custom one as rows of actions or a CSV file, see
             `autopar.pipeline.custom_schedule`; ``virtual`` is the number of stages per device. Without ``schedule``,
-            ``virtual`` and ``microbatches``, these are searched, too.
+            ``virtual`` and ``microbatches``, these are searched, too. ``stage_order`` has the coordinates along the
+            axis in the order of the pipeline; without it, kinds of devices are tried in every order.
         recipe: layouts by the name of a parallelism, see `autopar.search.formulation.recipes`; the search decides only
             what the recipe leaves open. ``"random"`` draws a feasible plan, for tests; it ignores budgets.
         roles: what each axis is for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see
@@ -136,9 +137,19 @@ class Search:
                 continue
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ValueError(f"pin {name!r} must be a positive whole number, got {count!r}")
-        if not self.pipelines and any(name in self.pins for name in (SCHEDULE, VIRTUAL, STAGE_AXIS)):
+        if not self.pipelines and any(name in self.pins for name in (SCHEDULE, VIRTUAL, STAGE_AXIS, STAGE_ORDER)):
             raise ValueError(
-                f"pins {SCHEDULE!r}, {VIRTUAL!r} and {STAGE_AXIS!r} are for pipelines: pin {STAGES!r}, too"
+                f"pins {SCHEDULE!r}, {VIRTUAL!r}, {STAGE_AXIS!r} and {STAGE_ORDER!r} are for pipelines: pin "
+                f"{STAGES!r}, too"
+            )
+        places = self.pins.get(STAGE_ORDER)
+        if STAGE_ORDER in self.pins and not (
+            isinstance(places, list | tuple) and places and all(type(n) is int for n in places)
+            and sorted(places) == list(range(len(places)))
+        ):  # fmt: skip
+            raise ValueError(
+                f"pin {STAGE_ORDER!r} must have the numbers of the devices along the axis of the stages, each once, "
+                f"such as [1, 0], got {places!r}"
             )
         if STAGE_AXIS in self.pins:
             require(**{f"pin {STAGE_AXIS!r}": (self.pins[STAGE_AXIS], TEXT)})

@@ -11,6 +11,7 @@ from autopar.ir.program import Program
 from autopar.passes.pad_dims import pad
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.peak import peak_of
+from autopar.search.pipeline.stage_devices import devices_along, predicted_alone
 from autopar.search.pipeline.stage_peak import cut_again
 from autopar.search.predict import predict
 from autopar.sharding.dims import analyze
@@ -20,7 +21,7 @@ SAME = 1e-6
 """Figures that are this close, relatively, are the same: sums are in other orders."""
 
 _FIGURES = ("step_seconds", "compute_seconds", "communication_seconds", "memory_bytes", "peak_bytes",
-            "communication_bytes", "collectives", "host_seconds", "host_bytes")  # fmt: skip
+            "communication_bytes", "collectives", "host_seconds", "host_bytes", "room")  # fmt: skip
 
 
 def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Plan:
@@ -51,10 +52,9 @@ def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Pl
 def _in_stages(part: Program, plan: Plan) -> Plan:
     """The same with stages."""
     assert plan.pipeline is not None
-    link = dict(zip(plan.axis_names, plan.cluster.link_for(dict(plan.axes)), strict=True))[plan.pipeline.axis]
-    padded = pad(part, plan.padding)
-    alone = predict(padded, analyze(padded), replace(plan.inner, stages=Plan.stages))
-    cut, shape, actions = cut_again(plan, part, link)
+    devices = devices_along(plan.cluster, dict(plan.axes), plan.pipeline.axis)
+    alone = predicted_alone(part, plan.inner, devices)
+    cut, shape, actions = cut_again(plan, part, devices)
     seconds = cut.seconds(actions)
     cut = replace(cut, plan=replace(cut.plan, predicted=alone.predicted))
     return _with_objective(

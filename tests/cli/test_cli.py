@@ -398,9 +398,17 @@ def test_simulate_says_in_one_line_what_is_wrong(more: tuple[str, ...], expected
     assert result.stdout == ""
 
 
-def test_doctor() -> None:
+def test_doctor(tmp_path: Path) -> None:
     assert "preset h100" in run("doctor").stdout
     assert "h100" in json.loads(run("doctor", "--json").stdout)["presets"]
+    file = tmp_path / "two.toml"
+    file.write_text(
+        'name = "two"\n[[groups]]\npreset = "a100-80gb"\nnodes = 2\n'
+        '[[groups]]\npreset = "h100"\nnodes = 1\nspeed = 0.5\n'
+    )
+    (*groups, between) = json.loads(run("doctor", "--json", "--cluster", str(file)).stdout)["cluster"]["groups"]
+    assert [g.split(":")[0] for g in groups] == ["a100-80gb", "h100"] and "at 0.5 of its speed" in groups[1]
+    assert between.startswith("between groups")
 
 
 def test_a_plan_file_of_another_model_is_refused(model: str) -> None:

@@ -14,12 +14,35 @@ from typing import Any
 
 import pytest
 
-from autopar.costs import cluster as clusters
 from autopar.costs.cluster import PRESETS, Cluster
+from autopar.costs.mixed.tables import FIGURES, LINK_OPTIONAL
 from autopar.costs.read_file import read_text
 
+GROUPS = """name = "two kinds"
+
+[[groups]]
+preset = "a100-80gb"
+nodes = 2
+memory = 40e9
+speed = 0.5
+
+[[groups]]
+name = "others"
+preset = "h100-nvl"
+nodes = 1
+devices_per_node = 4
+
+[[between]]
+groups = ["a100-80gb", "others"]
+[between.link]
+name = "Ethernet"
+bandwidth = 1e10
+latency = 1e-5
+"""
 TEXTS = [Cluster.preset(name).to_toml() for name in PRESETS] + [
-    Cluster.preset("h100").to_toml() + '\n[axis_links."tp"]\nname = "PCIe"\nbandwidth = 1e10\nlatency = 1e-5\n'
+    Cluster.preset("h100").to_toml() + '\n[axis_links."tp"]\nname = "PCIe"\nbandwidth = 1e10\nlatency = 1e-5\n',
+    GROUPS,
+    Cluster.from_toml(GROUPS).to_toml(),
 ]
 VALUES = (
     "nan", "-nan", "inf", "-inf", "-1", "0", "0.0", "-0.0", "1e400", "1e-400", "true", "false", '""', '"x"', "[]", "{}",
@@ -82,10 +105,10 @@ MUTATIONS: tuple[Text, ...] = (other_value, other_value, other_value, other_key,
 
 def figures(cluster: Cluster) -> list[tuple[str, Any]]:
     device = cluster.device
-    found = [(key, getattr(device, key)) for key in clusters._FIGURES]
+    found = [(key, getattr(device, key)) for key in FIGURES]
     found += [(f"flops.{dtype}", rate) for dtype, rate in device.flops.items()]
     for link in (*cluster.links, *cluster.axis_links.values()):
-        found += [(key, getattr(link, key)) for key in ("bandwidth", "latency", *clusters._LINK_OPTIONAL)]
+        found += [(key, getattr(link, key)) for key in ("bandwidth", "latency", *LINK_OPTIONAL)]
         assert link.neighbors == 1
     return found
 
@@ -108,7 +131,7 @@ def check(file: Path, text: str) -> bool:
     finally:
         assert time.monotonic() - start < HANG
     for key, value in figures(cluster):
-        least = 0 if key in ("ramp", "host", "host_bandwidth", *clusters._LINK_OPTIONAL) else math.ulp(0.0)
+        least = 0 if key in ("ramp", "host", "host_bandwidth", *LINK_OPTIONAL) else math.ulp(0.0)
         assert type(value) in (int, float) and least <= value < math.inf, (key, value)
     assert all(type(size) is int and size > 0 for size in cluster.group_sizes)
     assert Cluster.from_toml(cluster.to_toml()) == cluster

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from autopar.costs.cluster import Cluster, DeviceGroup
 from autopar.ir.layout import is_everywhere, is_held
 from autopar.ir.signature import pytree
 from autopar.pipeline.schedules import SCHEDULES
@@ -21,7 +22,14 @@ pytestmark = pytest.mark.distributed
 STEPS = 3
 
 
-def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any], inputs: str = "global") -> float:
+def train(
+    rank: int,
+    name: str,
+    sizes: tuple[int, ...],
+    pins: dict[str, Any],
+    inputs: str = "global",
+    cluster: Cluster | None = None,
+) -> float:
     """The largest difference of loss, logits, gradients' norm, gradients or parameters."""
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
@@ -30,7 +38,13 @@ def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any], in
     (plain, batch), (model, _) = example(name), example(name)
     model, plain = model.double(), plain.double()
     batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
-    parallel: Any = parallelize(model, mesh_of(*sizes), batch, search=Search(pins=pins), inputs=inputs, timeout=WAIT)
+    search = Search(pins=pins)
+    parallel: Any = parallelize(
+        model, mesh_of(*sizes), batch, search=search, inputs=inputs, timeout=WAIT, cluster=cluster
+    )
+    if cluster is not None:
+        plan = parallel._autopar.latest.plan
+        assert plan.pipeline.places and {s.group for s in plan.stages} == {"a", "b"}
     mine = batch
     if inputs == "local":  # the last axis is that of the data
         assert (parallel.data_world_size, parallel.data_rank) == (sizes[-1], rank % sizes[-1])
@@ -112,6 +126,30 @@ def deep(name: str, sizes: tuple[int, ...], schedule: str) -> Any:
 def test_three_steps(ranks: Ranks, name: str, sizes: tuple[int, ...], pins: dict[str, Any], bound: float) -> None:
     # Hugging Face's models compute their loss in float32.
     assert max(ranks.run(train, name, sizes, pins)) < bound
+
+
+@pytest.mark.parametrize(
+    ("sizes", "per_node", "pins"),
+    [
+        ((2, 2), 2, {"stages": 2, "microbatches": 2}),
+        pytest.param(
+            (4,), 1, {"stages": 4, "microbatches": 4, "stage_order": [2, 0, 3, 1]}, marks=pytest.mark.deep
+        ),
+        pytest.param((2, 2), 2, {"stages": 2, "virtual": 2, "microbatches": 4}, marks=pytest.mark.deep),
+    ],
+)  # fmt: skip
+def test_three_steps_on_devices_of_two_kinds(
+    ranks: Ranks, sizes: tuple[int, ...], per_node: int, pins: dict[str, Any]
+) -> None:
+    """Half of the devices are planned as three times as fast, and get more of the model."""
+    device, link = Cluster.preset("cpu").device, Cluster.preset("cpu").links[0]
+    nodes = 2 // per_node
+    groups = [
+        DeviceGroup("a", device, nodes, per_node, (link, link)),
+        DeviceGroup("b", device, nodes, per_node, (link, link), speed=3.0),
+    ]
+    cluster = Cluster.of_groups("two kinds", groups)
+    assert max(ranks.run(train, "unet", sizes, pins, "global", cluster)) < 1e-10
 
 
 def under_a_plan_of_a_factor(rank: int) -> tuple[dict[str, int], float]:

@@ -121,6 +121,11 @@ def predict_hybrid(
     """
     sizes = _axis_sizes(axes)
     machine_cluster = Cluster.resolve(cluster)
+    if machine_cluster.groups:
+        raise ValueError(
+            f"cluster {machine_cluster.name!r} has groups of devices, and a hand-made 3D plan is for devices of one "
+            "kind: search one with --stages, or name another cluster"
+        )
     own, microbatches = _microbatch(batch, sizes["data"], microbatch)
     training = Training(None, sizes["stage"], microbatches, sizes["data"], recompute, optimizer, virtual)
     order(schedule, training.stages, microbatches, virtual)  # raises before the model is captured

@@ -24,8 +24,8 @@ OPTIONAL = {"scipy": "`autopar calibrate`", "transformers": "the demo and the be
 OLDEST_TORCH = (2, 11)
 
 
-def examine() -> dict[str, Any]:
-    """Facts as plain data; ``missing`` lists what is not installed, each with its remedy."""
+def examine(cluster: Cluster | None = None) -> dict[str, Any]:
+    """Facts as plain data; ``missing`` lists what is not installed, each with its remedy; and those of a cluster."""
     facts: dict[str, Any] = {
         "autopar": _version("autopar") or "not installed (run from its sources)",
         "python": platform.python_version(),
@@ -39,6 +39,8 @@ def examine() -> dict[str, Any]:
         "presets": list(PRESETS),
         "default_budget": _default_budget(),
     }
+    if cluster is not None:
+        facts["cluster"] = {"name": cluster.name, "groups": _groups(cluster)}
     return {**facts, "missing": _missing(facts)}
 
 
@@ -58,6 +60,7 @@ def doctor_table(facts: dict[str, Any], width: int = 100) -> str:
         ("cores", f"{facts['usable_cores']} of {facts['cores']} usable; {facts['threads']} intra-op threads"),
         *_budget_rows(facts["default_budget"]),
         *((f"preset {name}", _preset(name)) for name in facts["presets"]),
+        *((f"cluster {facts['cluster']['name']}", text) for text in facts.get("cluster", {"groups": ()})["groups"]),
     ]
     parts: list[RenderableType] = [figures(rows), ""]
     missing = facts["missing"] or ["nothing"]
@@ -129,10 +132,27 @@ def _usable_cores() -> int:
 
 
 def _preset(name: str) -> str:
-    cluster = Cluster.preset(name)
+    return _text(Cluster.preset(name))
+
+
+def _text(cluster: Cluster) -> str:
     groups = f", groups of {', '.join(map(str, cluster.group_sizes))}" if cluster.group_sizes else ""
     links = " and ".join(link.name for link in cluster.links)
     return f"{cluster.device.name}, {format_bytes(cluster.device.memory)}, {links}{groups}"
+
+
+def _groups(cluster: Cluster) -> list[str]:
+    """A line for each group of a cluster, and for what is between them; one line where devices are of one kind."""
+    if not cluster.groups:
+        return [_text(cluster)]
+    found = []
+    for group in cluster.groups:
+        links, sizes = group.levels
+        speed = f" at {group.speed:g} of its speed" if group.speed != 1 else ""
+        alone = Cluster(group.name, group.device, links, sizes)
+        found.append(f"{group.name}: {group.nodes} nodes of {group.devices_per_node}{speed}, {_text(alone)}")
+    between = [f"{' and '.join(entry.groups) or 'any two'}: {entry.link.name}" for entry in cluster.between]
+    return [*found, f"between groups: {'; '.join(between) or 'the slower of their links between nodes'}"]
 
 
 def _missing(facts: dict[str, Any]) -> list[str]:

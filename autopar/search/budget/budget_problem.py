@@ -183,8 +183,8 @@ class BudgetProblem:
 
 
 def peak_bytes(plan: Plan) -> float:
-    """What a device holds at most under a plan whose peak is measured."""
-    return sum(plan.predicted.peak_bytes.values())
+    """What a device holds at most under a plan whose peak is measured; as of the one with the least memory."""
+    return sum(plan.predicted.peak_bytes.values()) / plan.predicted.room
 
 
 def missing(memory: float, least: Plan | None) -> InfeasibleError:

@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import TIME_LIMIT, Plan
 from autopar.ir.program import Program
-from autopar.pipeline.schedules import Order, order, require_numbers, suits_one_microbatch
+from autopar.pipeline.schedules import Order, order, placed, require_numbers, suits_one_microbatch
 from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.budget.cutoff import Cutoff
 from autopar.search.budget.lagrangian import fits
@@ -37,14 +35,11 @@ from autopar.search.options import Job
 from autopar.search.padding import best_padded
 from autopar.search.pipeline.deep_models import RepeatedStages, require_blocks
 from autopar.search.pipeline.fit_stages import search_within_budget
-from autopar.search.pipeline.search_tree import SearchTree, Subproblem
+from autopar.search.pipeline.search_tree import SearchTree, Subproblem, least_seconds
 from autopar.search.pipeline.shape import MeshKey, PipelineShape, ScheduledStages
-from autopar.search.pipeline.space import bubble, counts, idle_factor, pipeline_shapes
+from autopar.search.pipeline.space import bubble, counts, idle_factor, in_every_order, pipeline_shapes
 from autopar.search.pipeline.stage_peak import scatters, stage_plans
-from autopar.search.pipeline.stage_plan import INSIDE, StagePlan, missing, suitable
-from autopar.sharding.candidates import candidates
-from autopar.sharding.dims import analyze
-from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
+from autopar.search.pipeline.stage_plan import INSIDE, StagePlan, kinds_in_order, missing, suitable
 
 LIMITS = 5
 """So many time limits of one search are for all pipelines together, once a plan is known."""
@@ -70,9 +65,10 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
     """
     if program.training:
         require_early_backward(program)
-    floor = least_seconds(program, job.cluster, math.prod(job.axes.values()))
-    shapes = tuple(pipeline_shapes(job.search, job.axes, program.training, factored))
-    tree = SearchTree(program, job, shapes, floor, time.monotonic() + LIMITS * job.search.time_limit)
+    floor = least_seconds(program, job.cluster.device, math.prod(job.axes.values()))
+    shapes = pipeline_shapes(job.search, job.axes, program.training, factored)
+    orders = tuple(own for shape in shapes for own in in_every_order(shape, job.cluster, job.search))
+    tree = SearchTree(program, job, orders, floor, time.monotonic() + LIMITS * job.search.time_limit)
     if tree.search.stages_open:
         tree.open.append(Subproblem(floor, floor, partial(_plan_without_stages, tree), floor))
     for counts_of_mesh in _counts(tree):
@@ -157,7 +153,8 @@ def _open_microbatches(tree: SearchTree, numbers: Counts, i: int) -> None:
         tree.tried.setdefault(a, []).append(count)
     # In more microbatches the devices of a stage are not faster.
     coarser = [p for (mesh, n), p in tree.free.items() if mesh == shapes[0].mesh and count % n == 0]
-    devices, least = shapes[0].devices, tree.floor * min(idle_factor(a, count) for a in shapes)
+    devices = shapes[0].devices
+    least = tree.floor_of(shapes[0]) * min(idle_factor(a, count, tree.speeds(a)) for a in shapes)
     alike = max(coarser, key=lambda p: p.certificate.lower_bound, default=None)
     bound, seconds = least, least
     checked: float | None = least
@@ -190,7 +187,8 @@ def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
         checked = None if own.checked is None else own.checked / first.devices
         for a, allowed in possible:
             promised = seconds * (1 + min(bubble(a, name, count) for name in allowed))
-            bound = max(own.lower_bound / a.devices, tree.floor * idle_factor(a, count))
+            least = tree.floor_of(a) * idle_factor(a, count, tree.speeds(a))
+            bound = max(own.lower_bound / a.devices, least)
             expand = partial(_cut_into_stages, tree, part, a, allowed)
             tree.open.append(Subproblem(promised, bound, expand, checked))
     finally:  # also where this number of microbatches is not possible
@@ -223,7 +221,7 @@ def _cut_into_stages(tree: SearchTree, part: Program, a: PipelineShape, schedule
     what = f"{a.devices} devices along {a.axis}, {a.stages} stages, {part.microbatches} microbatches"
     tree.say(what)
     own = tree.free[a.mesh, part.microbatches].certificate
-    orders = {name: order(name, a.devices, part.microbatches, a.virtual) for name in schedules}
+    orders = {name: placed(order(name, a.devices, part.microbatches, a.virtual), a.places) for name in schedules}
     cuts = _free_stages(tree, part, a, tuple(orders.values()))
     names, seed = list(orders), tree.search.seed
     for schedule in [names[seed % len(names)]] if tree.random else names:
@@ -242,11 +240,12 @@ def _cut_into_stages(tree: SearchTree, part: Program, a: PipelineShape, schedule
 def _free_stages(tree: SearchTree, part: Program, a: PipelineShape, orders: Sequence[Order]) -> list[StagePlan]:
     """The plan for any memory, in stages; a deep model's layers are rewritten once for all shapes and schedules."""
     key = a.mesh, part.microbatches
-    plan, link = tree.free[key], tree.link(a)
+    devices = tree.devices(a)
+    plan = replace(tree.free[key], cluster=devices.whole)
     if part.repeat is None:
-        return stage_plans(part, plan, a, link, tree.search, orders)
+        return stage_plans(part, plan, a, devices, tree.search, orders)
     if key not in tree.blocks:
-        tree.blocks[key] = RepeatedStages(part, plan, a, link, part.training)
+        tree.blocks[key] = RepeatedStages(part, plan, a, devices, part.training)
     return tree.blocks[key].staged(a, scatters(a.axis, orders))
 
 
@@ -292,24 +291,10 @@ def _result(tree: SearchTree) -> Plan:
 def _space(tree: SearchTree) -> str:
     """What was searched, in words."""
     shapes = [
-        f"{a.devices} devices of axis {a.axis}, {a.virtual} each, {', '.join(map(str, numbers))} microbatches"
+        f"{a.devices} devices of axis {a.axis}{kinds_in_order(a, tree.devices(a))}, {a.virtual} each, "
+        f"{', '.join(map(str, numbers))} microbatches"
         for a, numbers in tree.tried.items()
     ]
     inside = tree.flat.space if tree.flat else tree.certificates[0].space.split(INSIDE)[-1]
     none = "no pipeline, or " if tree.search.stages_open else ""
     return f"{none}stages cut anywhere, alike inside, in any order, on {'; or '.join(shapes)}{INSIDE}{inside}"
-
-
-def least_seconds(program: Program, machine: Cluster, devices: int) -> float:
-    """Seconds that no step falls below: what operators compute and move, at the peak, shared by so many devices."""
-    device, total = machine.device, 0.0
-    for operator, times in Counter(analyze(program).operators.values()).items():
-        work = operator_work(operator, candidates(operator, ()), ())
-        rate = device.peak(arithmetic_dtype(operator, device)) * device.efficiency
-        # Neither launches nor collectives nor small tiles: less than any real device takes.
-        total += times * max(float(work.flops[0]) / rate, float(work.moved[0]) / (device.bandwidth * device.streaming))
-    total /= devices
-    repeat = program.repeat
-    return (
-        total if repeat is None else float(repeat.extrapolate(total, least_seconds(repeat.shorter, machine, devices)))
-    )

@@ -102,26 +102,42 @@ def _sent(
     return np.cumsum(change)[:length]
 
 
-def balanced_cuts(order: ForwardOrder, stages: int, link: Link) -> list[int]:
+def balanced_cuts(orders: Sequence[ForwardOrder], links: Sequence[Link], weights: Sequence[float] = ()) -> list[int]:
     """Cuts that make the slowest stage, with what it sends and receives, as fast as can be.
 
     A dynamic program over the positions where stages may begin: the slowest of ``n + 1`` stages up to a position is the
     slower of the last one and the slowest of the ``n`` before it. PipeDream (https://arxiv.org/abs/1806.03377, section
     3.1) divides models in this way.
 
+    Args:
+        orders: of each stage, with the seconds of its own devices.
+        links: between each stage and the next.
+        weights: by which the seconds of each stage are multiplied; default: 1.
+
     Raises:
         InfeasibleError: there are fewer modules than stages.
     """
-    require_modules(order, stages)
+    order = orders[0]
+    require_modules(order, len(orders))
     starts_or_end = np.array([0, *order.modules, len(order.forward)])
-    total = np.concatenate([[0.0], np.cumsum(order.forward + order.backward)])[starts_or_end]
-    send = np.zeros(len(starts_or_end))
-    send[1:-1] = 2 * (link.latency + order.sent[starts_or_end[1:-1]] / link.bandwidth)  # there, and its gradient back
-    time = total[None, :] - total[:, None] + send[None, :] + send[:, None]  # of a stage from row to column
-    time[np.tril_indices(len(starts_or_end))] = np.inf
-    best, begins = time[0], []  # of the slowest stage up to each position, and where its last stage begins
-    for _ in range(stages - 1):
-        worst = np.maximum(best[:, None], time)
+
+    def sent(link: Link) -> Floats:
+        send = np.zeros(len(starts_or_end))
+        send[1:-1] = 2 * (link.latency + order.sent[starts_or_end[1:-1]] / link.bandwidth)  # and its gradient back
+        return send
+
+    def time(stage: int) -> Floats:
+        """Of a stage from row to column."""
+        own = orders[stage]
+        total = np.concatenate([[0.0], np.cumsum(own.forward + own.backward)])[starts_or_end]
+        before, after = sent(links[max(stage - 1, 0)]), sent(links[min(stage, len(links) - 1)])
+        found: Floats = total[None, :] - total[:, None] + after[None, :] + before[:, None]
+        found[np.tril_indices(len(starts_or_end))] = np.inf
+        return found * weights[stage] if weights else found
+
+    best, begins = time(0)[0], []  # of the slowest stage up to each position, and where its last stage begins
+    for stage in range(1, len(orders)):
+        worst = np.maximum(best[:, None], time(stage))
         begins.append(worst.argmin(0))
         best = worst.min(0)
     cuts, at = [], len(starts_or_end) - 1

@@ -13,24 +13,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from autopar.costs.cluster import Link
+from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan, Scatter, Stage
 from autopar.ir.program import Program, RepeatedLayers
 from autopar.memory.recompute import uniform
 from autopar.passes.pad_dims import pad
-from autopar.pipeline.stage_graphs import is_held_by_all
+from autopar.pipeline.stage_graphs import StageGraphs, is_held_by_all
 from autopar.search.peak import unverified_in_stages
 from autopar.search.pipeline.cuts import forward_order, named_cuts
 from autopar.search.pipeline.shape import PipelineShape
+from autopar.search.pipeline.stage_devices import StageDevices
 from autopar.search.pipeline.stage_memory import StageMemory
 from autopar.search.pipeline.stage_plan import StagePlan, in_parts, measured
-from autopar.search.pipeline.stage_times import StageTime
+from autopar.search.pipeline.stage_times import StageTime, times_on, with_links
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 
 ThreeCuts = tuple[StagePlan, StagePlan, StagePlan]
 """The three blocks under one plan: each a stage; the first two one stage; the last two one stage."""
+
+Ways = Mapping[Cluster, Sequence[tuple[float, ThreeCuts]]]
+"""For each kind of devices, the ways in which blocks are treated, each with its share of the blocks."""
 
 FIRST, MIDDLE, LAST = 0, 1, 2
 """Positions of a stage in the pipeline, and of its block among the three: ends differ from what is between them."""
@@ -55,42 +59,48 @@ def require_blocks(program: Program, shape: PipelineShape) -> None:
 class RepeatedStages:
     """A program that leaves blocks out, cut in three ways under a plan."""
 
-    def __init__(self, program: Program, plan: Plan, shape: PipelineShape, link: Link, split: bool) -> None:
+    def __init__(self, program: Program, plan: Plan, shape: PipelineShape, devices: StageDevices, split: bool) -> None:
         """Rewrite the blocks.
 
         Args:
             program: of one microbatch.
             plan: for the devices of a stage, if these had the whole model.
             shape: of the stages, however many they are on a device.
-            link: between stages.
+            devices: along the axis of the stages.
             split: whether the backward may be in two parts.
         """
         repeat = program.repeat
         assert repeat is not None
-        self.plan, self.padded = plan, pad(program, plan.padding)
+        self.plan, self.padded, self.devices = plan, pad(program, plan.padding), devices
         count = layer_classes(self.padded, analyze(self.padded)).count
         # Layers may be treated in several ways: some recompute what others save. Each way is measured by itself.
         parts = [(share, part) for share, part in uniform(plan, count) if share > 0]
         ways = [(share, _rewritten(program, self.padded, replace(_of_three(plan, repeat), recompute=part.recompute)))
                 for share, part in parts]  # fmt: skip
-        self.whole = [(share, _measured(cuts, link, split)) for share, cuts in ways]
-        self.apart: list[tuple[float, ThreeCuts]] = []  # where stages send in parts; empty: that makes no difference
+        self.whole = _on_each(ways, devices, split)
+        self.apart: Ways = {}  # where stages send in parts; empty: that makes no difference
         apart = [(share, [in_parts(p, own, _everywhere(own, shape.axis))[-1] for own, p in cuts])
                  for share, cuts in ways]  # fmt: skip
         if any(own.scatter for _, cuts in apart for own, _ in cuts):
-            self.apart = [(share, _measured(cuts, link, split)) for share, cuts in apart]
+            self.apart = _on_each(apart, devices, split)
 
-    def staged(self, shape: PipelineShape, ways: Sequence[Scatter]) -> list[StagePlan]:
+    def staged(self, shape: PipelineShape, ways: Sequence[Scatter], weights: Sequence[float] = ()) -> list[StagePlan]:
         """The stages of the whole model, cut as `stage_plan.staged` does: as it is, and sent in parts.
 
         Args:
             shape: of the stages, no more than there are blocks; where it names modules, stages begin at these blocks.
             ways: to send in parts.
+            weights: by which the seconds of each stage are multiplied where blocks are shared out; default: 1.
         """
-        found = [_of_whole(self.padded, self.plan, shape, self.whole)]
+        found = [self._of_whole(self.plan, shape, self.whole, weights)]
         if self.apart:
-            found += [_of_whole(self.padded, replace(self.plan, scatter=w), shape, self.apart) for w in ways]
+            found += [self._of_whole(replace(self.plan, scatter=w), shape, self.apart, weights) for w in ways]
         return found
+
+    def _of_whole(self, plan: Plan, shape: PipelineShape, by_machine: Ways, weights: Sequence[float]) -> StagePlan:
+        own = [by_machine[self.devices.machines[c]] for c in shape.coordinates]
+        found = _of_whole(self.padded, plan, shape, own, self.devices, weights)
+        return replace(found, times=with_links(found.times, self.devices.links(shape.coordinates)))
 
 
 def _everywhere(plan: Plan, axis: str) -> list[Scatter]:
@@ -98,21 +108,41 @@ def _everywhere(plan: Plan, axis: str) -> list[Scatter]:
     return [Scatter(axis, tuple(range(len(plan.stages) - 1)))]
 
 
-def _of_whole(padded: Program, plan: Plan, shape: PipelineShape, ways: Sequence[tuple[float, ThreeCuts]]) -> StagePlan:
+def _on_each(ways: Sequence[tuple[float, Sequence[tuple[Plan, Program]]]], devices: StageDevices, split: bool) -> Ways:
+    """The three blocks in each way, on each kind of devices."""
+    found: dict[Cluster, list[tuple[float, ThreeCuts]]] = {m: [] for m in devices.machines}
+    for share, cuts in ways:
+        for machine, own in _measured(cuts, devices, split).items():
+            found[machine].append((share, own))
+    return found
+
+
+def _of_whole(
+    padded: Program,
+    plan: Plan,
+    shape: PipelineShape,
+    own: Sequence[Sequence[tuple[float, ThreeCuts]]],
+    devices: StageDevices,
+    weights: Sequence[float],
+) -> StagePlan:
     """The stages of the whole model, from those of three blocks, which are treated in so many ways.
 
     Args:
         padded: the program with three blocks.
         plan: of the whole model.
         shape: of the stages.
-        ways: in which blocks are treated, each with the share of the blocks that are; the first blocks in the first.
+        own: of each stage, the ways in which blocks are treated on its devices, each with the share of the blocks that
+            are; the first blocks in the first.
+        devices: along the axis of the stages.
+        weights: of the seconds of each stage, see `RepeatedStages.staged`.
     """
+    ways = own[0]
     repeat = padded.repeat
     assert repeat is not None
     if shape.modules:
         ends = [0, *(int(m.removeprefix(f"{repeat.path}.")) for m in shape.modules), repeat.blocks]
     else:
-        ends = list(itertools.accumulate(_shared_out(ways, repeat.blocks, shape.stages), initial=0))
+        ends = list(itertools.accumulate(_shared_out(own, repeat.blocks, weights), initial=0))
     last = len(ends) - 2
     shares = itertools.accumulate((share for share, _ in ways), initial=0.0)
     borders = [round(share * repeat.blocks) for share in shares]
@@ -121,14 +151,14 @@ def _of_whole(padded: Program, plan: Plan, shape: PipelineShape, ways: Sequence[
     for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
         numbers = [max(0, min(end, stop) - max(begin, start)) for start, stop in itertools.pairwise(borders)]
         position = FIRST if stage == 0 else LAST if stage == last else MIDDLE
-        known = [(n, cuts) for n, (_, cuts) in zip(numbers, ways, strict=True) if n > 0]
+        known = [(n, cuts) for n, (_, cuts) in zip(numbers, own[stage], strict=True) if n > 0]
         memory.append(_of_blocks([(n, tuple(cut.memory for cut in cuts)) for n, cuts in known], position))
         times.append(_of_blocks([(n, tuple(cut.times for cut in cuts)) for n, cuts in known], position))
     each = ways[0][1][0]
     plan = replace(plan, stages=_stages(each.plan.stages, ends, repeat))
     holders = _holders(padded, plan, each.holders, ends, repeat)
     homes = {n: None if s is None else (0, 1, last)[s] for n, s in each.homes.items()}
-    return StagePlan(plan, memory, times, holders, homes)
+    return StagePlan(plan, memory, times, holders, homes, devices)
 
 
 def _rewritten(program: Program, padded: Program, plan: Plan) -> list[tuple[Plan, Program]]:
@@ -140,9 +170,23 @@ def _rewritten(program: Program, padded: Program, plan: Plan) -> list[tuple[Plan
     return list(zip(plans, unverified_in_stages(program, plans), strict=True))
 
 
-def _measured(cuts: Sequence[tuple[Plan, Program]], link: Link, split: bool) -> ThreeCuts:
-    each, early, late = (measured(own, local, link, split) for own, local in cuts)
-    return each, early, late
+def _measured(cuts: Sequence[tuple[Plan, Program]], devices: StageDevices, split: bool) -> dict[Cluster, ThreeCuts]:
+    """The three cuts on each kind of devices; the links between kinds are those of the whole model's stages."""
+    first = devices.only(devices.machines[0])
+    base = [(measured(own, local, first, [0] * len(own.stages), split), own, local) for own, local in cuts]
+    found: dict[Cluster, ThreeCuts] = {}
+    for machine in dict.fromkeys(devices.machines):
+        on = devices.only(machine)
+        each, early, late = (
+            cut if on == first else replace(cut, times=_times(own, local, on, split)) for cut, own, local in base
+        )
+        found[machine] = each, early, late
+    return found
+
+
+def _times(plan: Plan, local: Program, devices: StageDevices, split: bool) -> list[StageTime]:
+    cutting, stages = StageGraphs(local, len(plan.stages)), len(plan.stages)
+    return times_on(cutting, plan, devices, [0] * stages, split, together=plan.overlap)
 
 
 def _of_three(plan: Plan, repeat: RepeatedLayers) -> Plan:
@@ -161,18 +205,21 @@ def _of_three(plan: Plan, repeat: RepeatedLayers) -> Plan:
     return replace(plan, parameters=own(plan.parameters), padding=own(plan.padding))
 
 
-def _shared_out(ways: Sequence[tuple[float, ThreeCuts]], blocks: int, stages: int) -> list[int]:
+def _shared_out(own: Sequence[Sequence[tuple[float, ThreeCuts]]], blocks: int, weights: Sequence[float]) -> list[int]:
     """How many blocks each stage has, so that the slowest is as fast as can be."""
 
     def seconds(cut: StagePlan, stage: int) -> float:
         return cut.times[stage].forward + cut.times[stage].backward
 
-    block = sum(share * (seconds(early, FIRST) - seconds(each, FIRST)) for share, (each, early, _) in ways)
-    first, last = seconds(ways[0][1][0], FIRST), seconds(ways[-1][1][0], LAST)
-    more = [first - block, *[0.0] * (stages - 2), last - block]  # embeddings and the loss, besides blocks
-    found = [1] * stages
+    stages = len(own)
+    block = [
+        sum(share * (seconds(early, FIRST) - seconds(each, FIRST)) for share, (each, early, _) in ways) for ways in own
+    ]
+    first, last = seconds(own[0][0][1][0], FIRST), seconds(own[-1][-1][1][0], LAST)
+    more = [first - block[0], *[0.0] * (stages - 2), last - block[-1]]  # embeddings and the loss, besides blocks
+    found, weights = [1] * stages, weights or [1.0] * stages
     for _ in range(blocks - stages):  # the next block goes where it hurts least; on a draw, to the later stage
-        least = min(range(stages), key=lambda s: (more[s] + (found[s] + 1) * block, -s))
+        least = min(range(stages), key=lambda s: (weights[s] * (more[s] + (found[s] + 1) * block[s]), -s))
         found[least] += 1
     return found
 

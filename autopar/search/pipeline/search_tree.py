@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from autopar.costs.cluster import Cluster, Link
+from autopar.costs.device import Device
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Program
@@ -17,7 +18,11 @@ from autopar.search.options import Job, Search
 from autopar.search.pipeline.deep_models import RepeatedStages
 from autopar.search.pipeline.shape import Measured, MeshKey, PipelineShape, ScheduledStages
 from autopar.search.pipeline.space import inside_stage, restrictions_inside
+from autopar.search.pipeline.stage_devices import StageDevices, devices_along
 from autopar.search.solver.highs import requested
+from autopar.sharding.candidates import candidates
+from autopar.sharding.dims import analyze
+from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class SearchTree:
         program: of the whole batch.
         job: what is searched for, on the whole mesh.
         shapes: the pipelines that the pins allow.
-        floor: seconds that no step falls below.
+        floor: seconds that no step without stages falls below.
         deadline: after which a plan that is known has to do.
         open: subproblems that are not expanded.
         best: the fastest plan that fits.
@@ -62,6 +67,7 @@ class SearchTree:
         blocks: such a plan of a deep model, cut into stages.
         heavy: schedules that need far too much somewhere.
         slowdowns: bytes needed without a budget, and how much longer a step takes within it.
+        along: by mesh the devices along the axis of the stages.
         measured: by shape and microbatches, see `ScheduledStages.measured`.
         lightest: of the pipelines that do not fit, the one that needs the least.
         searched: how many were searched within the budget.
@@ -85,6 +91,7 @@ class SearchTree:
     heavy: set[str] = field(default_factory=set)
     slowdowns: list[tuple[float, float]] = field(default_factory=list)
     measured: dict[tuple[PipelineShape, int], list[Measured]] = field(default_factory=dict)
+    along: dict[MeshKey, StageDevices] = field(default_factory=dict)
     lightest: Plan | None = None
     searched: int = 0
     stopped: bool = False
@@ -112,29 +119,43 @@ class SearchTree:
     def job_inside(self, shape: PipelineShape) -> Job:
         """What is searched for the devices of a stage, if they had the whole model and any memory."""
         limits = restrictions_inside(self.job.restrictions, self.job.axes, shape.axis)
-        search, machine = inside_stage(self.search, shape), self._machine(shape)
+        search, machine = inside_stage(self.search, shape), self.devices(shape).pooled(self.speeds(shape))
         return replace(
             self.job, axes=shape.inside, cluster=machine, memory=None, search=search, restrictions=limits,
             graphs=shape.devices,
         )  # fmt: skip
 
-    def link(self, shape: PipelineShape) -> Link:
-        """The link between stages."""
-        return self._machine(shape).axis_links[shape.axis]
-
-    def _machine(self, shape: PipelineShape) -> Cluster:
-        """The devices, with a link for each axis.
+    def devices(self, shape: PipelineShape) -> StageDevices:
+        """The devices along the axis of the stages, with a link for each axis.
 
         A cluster assigns its links to the axes of a mesh from the inside out. The mesh inside a stage has an axis less,
         so that its axes would get other links than they have on the whole mesh: they are named here.
         """
-        axes = dict(shape.axes)
-        return replace(self.job.cluster, axis_links=dict(zip(axes, self.job.cluster.link_for(axes), strict=True)))
+        if shape.mesh not in self.along:
+            self.along[shape.mesh] = devices_along(self.job.cluster, dict(shape.axes), shape.axis)
+        return self.along[shape.mesh]
+
+    def speeds(self, shape: PipelineShape) -> tuple[float, ...]:
+        """How fast the devices at each coordinate are for this program, 1 on average."""
+        devices = self.devices(shape)
+        if devices.alike:
+            return (1.0,) * shape.devices
+        rates = {m: 1 / least_seconds(self.program, m.device, 1) for m in dict.fromkeys(devices.machines)}
+        mean = sum(rates[m] for m in devices.machines) / shape.devices
+        return tuple(rates[m] / mean for m in devices.machines)
+
+    def floor_of(self, shape: PipelineShape) -> float:
+        """Seconds that no step with stages on this mesh falls below, idle time left out."""
+        if self.devices(shape).alike:
+            return self.floor
+        pooled = self.devices(shape).pooled(self.speeds(shape)).device
+        return least_seconds(self.program, pooled, math.prod(size for _, size in shape.axes))
 
     def scheduled(self, part: Program, shape: PipelineShape, schedule: str, actions: Order) -> ScheduledStages:
         """A microbatch's program in stages; all schedules of a shape share what was measured."""
         measured = self.measured.setdefault((shape, part.microbatches), [])
-        return ScheduledStages(part, shape, schedule, actions, self.link(shape), measured)
+        devices, speeds = self.devices(shape), self.speeds(shape)
+        return ScheduledStages(part, shape, schedule, actions, devices, speeds, self.memory, measured)
 
     def promised(self, node: Subproblem) -> float:
         """Seconds; one that needs too much memory slows down at least as much as those that needed less did."""
@@ -163,3 +184,16 @@ class SearchTree:
             self.pruned.append(error.bound)
         else:
             self.errors.append(error)
+
+
+def least_seconds(program: Program, device: Device, devices: int) -> float:
+    """Seconds that no step falls below: what operators compute and move, at the peak, shared by so many devices."""
+    total = 0.0
+    for operator, times in Counter(analyze(program).operators.values()).items():
+        work = operator_work(operator, candidates(operator, ()), ())
+        rate = device.peak(arithmetic_dtype(operator, device)) * device.efficiency
+        # Neither launches nor collectives nor small tiles: less than any real device takes.
+        total += times * max(float(work.flops[0]) / rate, float(work.moved[0]) / (device.bandwidth * device.streaming))
+    total /= devices
+    repeat = program.repeat
+    return total if repeat is None else float(repeat.extrapolate(total, least_seconds(repeat.shorter, device, devices)))

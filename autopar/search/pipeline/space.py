@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.layout import Replicate
 from autopar.ir.plan import Plan
@@ -14,10 +16,14 @@ from autopar.ir.program import Program
 from autopar.pipeline.custom_schedule import as_text, is_table
 from autopar.pipeline.schedules import SCHEDULES, Schedule, any_count, splits
 from autopar.search.formulation.pins import Restrictions, read_placement
-from autopar.search.options import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGES, VIRTUAL, Search
+from autopar.search.options import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGE_ORDER, STAGES, VIRTUAL, Search
 from autopar.search.pipeline.shape import PipelineShape
+from autopar.search.pipeline.stage_devices import devices_along
 
-_PINS = (STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
+_PINS = (STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS, STAGE_ORDER)
+
+MOST_ORDERS = 24
+"""Orders of kinds of devices along a pipeline that are tried: all of four kinds."""
 
 FACTOR = "_stages"
 """Ends the name of an axis that is a factor of another."""
@@ -68,6 +74,36 @@ def pipeline_shapes(
     return [
         replace(p, virtual=n, schedules=found, modules=modules) for n, found in ways.items() if found for p in places
     ]
+
+
+def in_every_order(shape: PipelineShape, cluster: Cluster, search: Search) -> list[PipelineShape]:
+    """A shape with each order of the kinds of devices along its axis; devices of a kind stay together.
+
+    Raises:
+        InfeasibleError: the pin of the order is none of the axis's devices.
+    """
+    pinned = search.pins.get(STAGE_ORDER)
+    if pinned is not None:
+        if sorted(pinned) != list(range(shape.devices)):
+            raise InfeasibleError(
+                f"pin {STAGE_ORDER!r} is {list(pinned)}, and axis {shape.axis!r} has {shape.devices} devices: give 0 "
+                f"to {shape.devices - 1}, each once"
+            )
+        orders = [tuple(pinned)]
+    else:
+        kinds = devices_along(cluster, dict(shape.axes), shape.axis).groups
+        where: dict[tuple[int, ...], list[int]] = {}
+        for coordinate, kind in enumerate(kinds):
+            where.setdefault(kind, []).append(coordinate)
+        ways = itertools.islice(itertools.permutations(where.values()), MOST_ORDERS)
+        orders = [tuple(itertools.chain(*own)) for own in ways]
+    if len(orders) == 1 and orders[0] in ((), tuple(range(shape.devices))):
+        return [shape]
+    if any(is_table(name) for name in shape.schedules):
+        return [shape]  # its rows say which stage is where
+    # In a V the stages of a device are others.
+    ways_back = [tuple(n for n in shape.schedules if SCHEDULES[n].two == two) for two in (False, True)]
+    return [replace(shape, places=own, schedules=names) for names in ways_back if names for own in orders]
 
 
 def split_for_stages(search: Search, axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -194,8 +230,9 @@ def along_with(plan: Plan) -> dict[str, Any]:
     """Pins that ask for the same stages."""
     if plan.pipeline is None:
         return {STAGES: 1, MICROBATCHES: plan.microbatches}
-    devices = dict(plan.axes)[plan.pipeline.axis]
+    devices, places = dict(plan.axes)[plan.pipeline.axis], plan.pipeline.places
     return {
+        **({STAGE_ORDER: list(places)} if places else {}),
         STAGES: [stage.modules[0] for stage in plan.stages[1:]],
         VIRTUAL: len(plan.stages) // devices,
         STAGE_AXIS: plan.pipeline.axis,
@@ -224,10 +261,12 @@ def restrictions_inside(restrictions: Restrictions, axes: Mapping[str, int], axi
     return replace(restrictions, layouts=layouts)
 
 
-def idle_factor(a: PipelineShape, count: int) -> float:
-    """How much longer than its work such a pipeline takes at least."""
+def idle_factor(a: PipelineShape, count: int, speeds: Sequence[float]) -> float:
+    """How much longer than its work such a pipeline takes at least, by the speeds of the devices along its axis."""
     split = a.virtual > 1 or any(splits(name) for name in a.schedules)
-    return 1.0 if split else least_idle_factor(a.devices, count)
+    if split or (any(is_table(name) for name in a.schedules) and len(set(speeds)) > 1):
+        return 1.0
+    return least_idle_factor([speeds[c] for c in a.coordinates], count)
 
 
 def bubble(a: PipelineShape, schedule: str, count: int) -> float:
@@ -239,14 +278,24 @@ def bubble(a: PipelineShape, schedule: str, count: int) -> float:
     return (a.devices - 1) / (a.virtual * count) / (3 if splits(schedule) else 1)
 
 
-def least_idle_factor(devices: int, count: int) -> float:
+def least_idle_factor(speeds: Sequence[float], count: int) -> float:
     """How much longer than its work a device of a pipeline takes at least, whose devices have a stage each.
 
     The devices of later stages wait for those before, at both ends of a step. If stages take ``t[0], t[1], ...`` for a
-    microbatch, device ``d`` works or idles for ``count * t[d] + sum(t[:d])``; that is least where all are the same,
-    ``t[d + 1] = t[d] * (1 - 1 / count)``.
+    microbatch, device ``d`` works or idles for ``count * t[d] + sum(t[:d])``, and the step for no less than any mean of
+    that, with weights ``v``. Weights in which each ``t[d]`` counts at least ``speeds[d]`` times make the mean one of
+    all work: on devices that are alike they are those where all ``t[d + 1] = t[d] * (1 - 1 / count)``.
 
-    >>> round(least_idle_factor(4, 1), 3), round(least_idle_factor(4, 8), 3), round(least_idle_factor(4, 800), 3)
-    (4.0, 1.208, 1.002)
+    Args:
+        speeds: of the devices in the order of the pipeline, 1 on average.
+        count: of microbatches.
+
+    >>> [round(least_idle_factor([1.0] * 4, count), 3) for count in (1, 8, 800)]
+    [4.0, 1.208, 1.002]
+    >>> round(least_idle_factor([0.5, 1.5], 2), 3), round(least_idle_factor([1.5, 0.5], 2), 3)
+    (1.333, 1.143)
     """
-    return float(devices / (count * (1 - (1 - 1 / count) ** devices)))
+    total = 0.0
+    for speed in reversed(speeds):  # the weights of all later devices count once, and those of this one ``count`` times
+        total += max(0.0, (speed - total) / count)
+    return len(speeds) / (count * total)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from autopar.costs.cluster import Link
 from autopar.ir.plan import Plan, Scatter
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, order_of
 from autopar.pipeline.stage_graphs import INPUT
+from autopar.search.budget.lagrangian import fits
 from autopar.search.options import Search
 from autopar.search.pipeline.deep_models import RepeatedStages
 from autopar.search.pipeline.shape import PipelineShape, ScheduledStages
+from autopar.search.pipeline.stage_devices import StageDevices
 from autopar.search.pipeline.stage_plan import StagePlan, fastest, sending_stages, staged
+
+MOST_SHIFTS, SHIFT = 8, 1.5
+"""How often layers are shifted to devices that have room for them; and by how much, as a power of what is too much."""
 
 
 def peak_in_stages(program: Program, plan: Plan, stages: ScheduledStages, search: Search) -> dict[str, float]:
@@ -32,19 +36,44 @@ def peak_in_stages(program: Program, plan: Plan, stages: ScheduledStages, search
 
 
 def fastest_stages(program: Program, plan: Plan, stages: ScheduledStages, search: Search) -> StagePlan:
-    """A program cut into stages under a plan, sent as a whole or in parts, whichever is faster under the schedule."""
-    return fastest(stage_plans(program, plan, stages.shape, stages.link, search, [stages.actions]), stages.actions)
+    """A program cut into stages under a plan, sent as a whole or in parts, whichever is faster under the schedule.
+
+    Stages take as long as each other. Where devices differ and some do not hold theirs, these get less of the model.
+    """
+    shape, actions, memory = stages.shape, stages.actions, stages.memory
+    cut = _cutter(program, plan, shape, stages.devices, search, [actions])
+    best = found = fastest(cut(()), actions)
+    if memory is None or stages.devices.alike or shape.modules or search.recipe == "random":
+        return best
+    weights = [1.0] * shape.stages
+    for _ in range(MOST_SHIFTS):
+        needed = found.needed(actions)
+        if fits(max(needed), memory):
+            return found
+        # What is too much on one device goes to all others, so more than its share has to go.
+        weights = [w * max(1.0, needed[c] / memory) ** SHIFT for w, c in zip(weights, shape.coordinates, strict=True)]
+        found = fastest(cut(weights), actions)
+        best = min(best, found, key=lambda own: max(own.needed(actions)))
+    return best
 
 
 def stage_plans(
-    program: Program, plan: Plan, shape: PipelineShape, link: Link, search: Search, orders: Sequence[Order]
+    program: Program, plan: Plan, shape: PipelineShape, devices: StageDevices, search: Search, orders: Sequence[Order]
 ) -> list[StagePlan]:
     """A program cut into stages under a plan, sent as a whole, and in parts as each of these orders can."""
-    ways = scatters(shape.axis, orders)
+    return _cutter(program, plan, shape, devices, search, orders)(())
+
+
+def _cutter(
+    program: Program, plan: Plan, shape: PipelineShape, devices: StageDevices, search: Search, orders: Sequence[Order]
+) -> Callable[[Sequence[float]], list[StagePlan]]:
+    """What cuts a program into stages, with weights of their seconds."""
+    ways, plan = scatters(shape.axis, orders), replace(plan, cluster=devices.whole)
     if program.repeat is None:
-        return staged(program, plan, shape, link, search, ways)
+        return lambda weights: staged(program, plan, shape, devices, search, ways, weights)
     split = any(action.kind == INPUT for rows in orders for row in rows for action in row)
-    return RepeatedStages(program, plan, shape, link, split).staged(shape, ways)
+    blocks = RepeatedStages(program, plan, shape, devices, split)
+    return lambda weights: blocks.staged(shape, ways, weights)
 
 
 def scatters(axis: str, orders: Iterable[Order]) -> list[Scatter]:
@@ -52,22 +81,23 @@ def scatters(axis: str, orders: Iterable[Order]) -> list[Scatter]:
     return [Scatter(axis, after) for after in dict.fromkeys(map(sending_stages, orders))]
 
 
-def cut_again(plan: Plan, part: Program, link: Link) -> tuple[StagePlan, PipelineShape, Order]:
+def cut_again(plan: Plan, part: Program, devices: StageDevices) -> tuple[StagePlan, PipelineShape, Order]:
     """The stages of a finished plan, of what shape they are, and what their devices do.
 
     Args:
         plan: with stages.
         part: of one microbatch.
-        link: between stages.
+        devices: along the axis of the stages.
     """
     assert plan.pipeline is not None
     actions, modules = order_of(plan), tuple(stage.modules[0] for stage in plan.stages[1:])
     virtual, schedules = len(plan.stages) // len(actions), (plan.pipeline.schedule,)
-    shape = PipelineShape(plan.axes, plan.pipeline.axis, len(actions), virtual, schedules, modules)
+    places = plan.pipeline.places
+    shape = PipelineShape(plan.axes, plan.pipeline.axis, len(actions), virtual, schedules, modules, places)
     inner, ways = replace(plan.inner, scatter=None), [plan.scatter] if plan.scatter else []
     split = any(action.kind == INPUT for row in actions for action in row)
     if part.repeat is None:
-        cuts = staged(part, inner, shape, link, Search(), ways)
+        cuts = staged(part, inner, shape, devices, Search(), ways)
     else:
-        cuts = RepeatedStages(part, inner, shape, link, split).staged(shape, ways)
+        cuts = RepeatedStages(part, inner, shape, devices, split).staged(shape, ways)
     return cuts[-1], shape, actions

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.costs.cluster import Link
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import copy_graph
@@ -21,6 +20,7 @@ from autopar.search.options import Search
 from autopar.search.peak import unverified
 from autopar.search.pipeline.cuts import ForwardOrder, balanced_cuts, forward_order, named_cuts, random_cuts
 from autopar.search.pipeline.shape import PipelineShape, ScheduledStages
+from autopar.search.pipeline.stage_devices import StageDevices, predicted_alone
 from autopar.search.pipeline.stage_memory import StageMemory, memory_of_stages, peaks
 from autopar.search.pipeline.stage_times import (
     StageTime,
@@ -28,7 +28,7 @@ from autopar.search.pipeline.stage_times import (
     most_sent,
     sent_inside,
     step_seconds,
-    times_of_stages,
+    times_on,
 )
 from autopar.sharding.candidates import REPLICATE
 from autopar.sharding.dims import analyze
@@ -47,6 +47,7 @@ class StagePlan:
         times: of each stage.
         holders: the stage that holds each parameter; None: all do.
         homes: the stage that has each result; None: all do.
+        devices: along the axis of the stages.
     """
 
     plan: Plan
@@ -54,6 +55,7 @@ class StagePlan:
     times: Sequence[StageTime]
     holders: Mapping[str, int | None]
     homes: Mapping[str, int | None]
+    devices: StageDevices
 
     def seconds(self, actions: Order) -> float:
         """Of a step."""
@@ -64,8 +66,19 @@ class StagePlan:
         return busiest(self.times, actions)
 
     def peak(self, actions: Order) -> dict[str, float]:
-        """Bytes by category, on the device that holds the most."""
-        return max(peaks(self.memory, actions), key=lambda held: sum(held.values()))
+        """Bytes by category, on the device that holds the most; as of one with the least memory, where these differ."""
+        held, room = self.fullest(actions)
+        return {category: size / room for category, size in held.items()}
+
+    def fullest(self, actions: Order) -> tuple[dict[str, float], float]:
+        """Bytes by category on the device that has the least memory left, and its `Predicted.room`."""
+        each = zip(peaks(self.memory, actions), self.devices.room, strict=True)
+        return max(each, key=lambda own: sum(own[0].values()) / own[1])
+
+    def needed(self, actions: Order) -> list[float]:
+        """Bytes on each device along the axis, as multiples of its `StageDevices.room`."""
+        each = zip(peaks(self.memory, actions), self.devices.room, strict=True)
+        return [sum(held.values()) / room for held, room in each]
 
     def whole(self, scheduled: ScheduledStages, seconds: float, any_memory: Certificate | None = None) -> Plan:
         """The finished plan for the whole mesh: everything is alike on all stages, but for parameters and results.
@@ -76,8 +89,14 @@ class StagePlan:
             any_memory: of the plan for a stage's devices without a budget, whose bound holds within one, too; default:
                 of this plan.
         """
-        plan, shape = self.plan, scheduled.shape
-        devices = device_of(scheduled.actions)
+        plan, shape, stages = self.plan, scheduled.shape, self.plan.stages
+        devices, predicted = device_of(scheduled.actions), self.predicted
+        if self.devices.groups:
+            alone = predicted_alone(scheduled.part, plan, self.devices)
+            plan = replace(plan, predicted=alone.predicted, modules=alone.modules)
+            predicted = replace(self, plan=plan).predicted
+            kinds = map(self.devices.kind, devices)
+            stages = tuple(replace(stage, group=kind) for stage, kind in zip(stages, kinds, strict=True))
         index, everywhere = list(dict(shape.axes)).index(shape.axis), Replicate()
 
         def wide(layout: Layout, placement: Placement = everywhere) -> Layout:
@@ -94,21 +113,23 @@ class StagePlan:
             results={name: wide(layout, at(self.homes.get(name))) for name, layout in plan.results.items()},
             consumer_layouts={name: wide(layout) for name, layout in plan.consumer_layouts.items()},
             choices={name: (*names[:index], REPLICATE, *names[index:]) for name, names in plan.choices.items()},
-            pipeline=Pipeline(shape.axis, scheduled.schedule),
-            predicted=self.predicted(shape, scheduled.actions, seconds),
-            certificate=_certificate(plan, seconds, shape, any_memory or plan.certificate),
+            stages=stages,
+            pipeline=Pipeline(shape.axis, scheduled.schedule, shape.places),
+            predicted=predicted(shape, scheduled.actions, seconds),
+            certificate=_certificate(plan, seconds, shape, any_memory or plan.certificate, self.devices),
         )
 
     def predicted(self, shape: PipelineShape, actions: Order, seconds: float) -> Predicted:
         """What a step costs on each device: memory and what is sent are those of the device with the most."""
         alone, devices = self.plan.predicted, device_of(actions)
-        peak = self.peak(actions)
+        peak, room = self.fullest(actions)
         inside, collectives = sent_inside(self.times, devices)
         return replace(
             alone,
             step_seconds=seconds,
             compute_seconds=alone.compute_seconds / shape.devices,  # of a device, on average
             peak_bytes=peak,
+            room=room,
             memory_bytes={category: peak.get(category, 0.0) for category in alone.memory_bytes},
             communication_bytes={
                 **inside,
@@ -122,9 +143,10 @@ def staged(
     program: Program,
     plan: Plan,
     shape: PipelineShape,
-    link: Link,
+    devices: StageDevices,
     search: Search,
     ways: Sequence[Scatter],
+    weights: Sequence[float] = (),
 ) -> list[StagePlan]:
     """A program cut into stages under a plan: as it is, and where stages send in parts, if that makes a difference.
 
@@ -132,27 +154,32 @@ def staged(
         program: of one microbatch.
         plan: for the devices of a stage, if these had the whole model.
         shape: of the stages.
-        link: between stages.
+        devices: along the axis of the stages.
         search: for which it is cut.
         ways: to send in parts.
+        weights: by which the seconds of each stage are multiplied where stages are cut; default: 1.
 
     Raises:
         InfeasibleError: the model has too few modules.
     """
     padded = pad(program, plan.padding)
-    order = forward_order(padded, analyze(padded), plan)
-    plan = replace(plan, stages=order.stages(_cuts(order, search, shape, link)))
+    dims, places = analyze(padded), shape.coordinates
+    orders = {m: forward_order(padded, dims, replace(plan, cluster=m)) for m in dict.fromkeys(devices.machines)}
+    own_orders = [orders[devices.machines[c]] for c in places]
+    plan = replace(plan, stages=own_orders[0].stages(_cuts(own_orders, search, shape, devices, weights)))
     split = any(splits(name) for name in shape.schedules)
-    return [measured(own, local, link, split) for own, local in in_parts(unverified(program, plan), plan, ways)]
+    both = in_parts(unverified(program, plan), plan, ways)
+    return [measured(own, local, devices, places, split) for own, local in both]
 
 
-def measured(plan: Plan, local: Program, link: Link, split: bool) -> StagePlan:
+def measured(plan: Plan, local: Program, devices: StageDevices, places: Sequence[int], split: bool) -> StagePlan:
     """A plan with stages, and what its graphs hold and take.
 
     Args:
         plan: for the devices of a stage.
         local: the program that was rewritten under it.
-        link: between stages.
+        devices: along the axis of the stages.
+        places: the coordinate of each stage.
         split: whether the backward may be in two parts.
     """
     cutting = StageGraphs(local, len(plan.stages))
@@ -161,8 +188,8 @@ def measured(plan: Plan, local: Program, link: Link, split: bool) -> StagePlan:
     homes = {o.name: cutting.result_stage(o, v) for o, v in cutting.described if o.kind == "result" and v is not None}
     # In this order: memory needs to know which tensors share storages, and propagates that through the graph.
     memory = memory_of_stages(cutting, plan, split)
-    times = times_of_stages(cutting, plan, link, split, together=plan.overlap)
-    return StagePlan(plan, memory, times, holders, homes)
+    times = times_on(cutting, plan, devices, places, split, together=plan.overlap)
+    return StagePlan(plan, memory, times, holders, homes, devices)
 
 
 def in_parts(local: Program, plan: Plan, ways: Sequence[Scatter]) -> list[tuple[Plan, Program]]:
@@ -207,20 +234,38 @@ def missing(plan: Plan, needed: float, memory: float) -> InfeasibleError:
     )
 
 
-def _cuts(order: ForwardOrder, search: Search, shape: PipelineShape, link: Link) -> list[int]:
+def _cuts(
+    orders: Sequence[ForwardOrder],
+    search: Search,
+    shape: PipelineShape,
+    devices: StageDevices,
+    weights: Sequence[float],
+) -> list[int]:
+    """Where the stages after the first begin, from the forward order with the seconds of each stage's devices."""
     if shape.modules:
-        return named_cuts(order, shape.modules)
+        return named_cuts(orders[0], shape.modules)
     if search.recipe == "random":
-        return random_cuts(order, shape.stages, search.seed)
-    return balanced_cuts(order, shape.stages, link)
+        return random_cuts(orders[0], shape.stages, search.seed)
+    return balanced_cuts(orders, devices.links(shape.coordinates), weights)
 
 
-def _certificate(plan: Plan, seconds: float, shape: PipelineShape, any_memory: Certificate) -> Certificate:
+def kinds_in_order(shape: PipelineShape, devices: StageDevices) -> str:
+    """What a certificate says of devices that differ: how many of each, in the order of the pipeline."""
+    if devices.alike:
+        return ""
+    row = shape.places or range(shape.devices)
+    runs = [(kind, len(list(own))) for kind, own in itertools.groupby(map(devices.kind, row))]
+    return f" ({', then '.join(f'{count} of {kind}' for kind, count in runs)})"
+
+
+def _certificate(
+    plan: Plan, seconds: float, shape: PipelineShape, any_memory: Certificate, along: StageDevices
+) -> Certificate:
     """The bound that the devices of a pipeline cannot all be faster than their average, if none ever idles."""
     inside, devices = plan.certificate, shape.devices
     space = (
-        f"stages cut anywhere, alike inside, in any order, on {devices} devices of axis {shape.axis}, "
-        f"{shape.virtual} each, {plan.microbatches} microbatches{INSIDE}{inside.space}"
+        f"stages cut anywhere, alike inside, in any order, on {devices} devices of axis {shape.axis}"
+        f"{kinds_in_order(shape, along)}, {shape.virtual} each, {plan.microbatches} microbatches{INSIDE}{inside.space}"
     )
     checked = None if any_memory.checked is None else any_memory.checked / devices
     # What the search counts twice, such as a move for two users, the graph may do once.

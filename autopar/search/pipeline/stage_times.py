@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,6 +17,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, device_of, order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs
+from autopar.search.pipeline.stage_devices import StageDevices, devices_along
 from autopar.simulate import Task, pipeline, simulate
 from autopar.simulate.graph_tasks import GraphSeconds, node_seconds
 from autopar.simulate.p2p_order import receives
@@ -35,6 +36,8 @@ class StageTime:
         send: from the stage to the next, in the direction in which more is sent.
         to_next: bytes that a microbatch sends to the next stage.
         to_previous: bytes that it sends to the previous one.
+        messages_to_next: in how many messages.
+        messages_to_previous: likewise.
         inside: bytes that one of its devices sends to the others in a step, by axis.
         collectives: of a step, how many of each kind there are along each axis.
     """
@@ -47,6 +50,8 @@ class StageTime:
     send: float
     to_next: float
     to_previous: float
+    messages_to_next: float
+    messages_to_previous: float
     inside: Mapping[str, float]
     collectives: Mapping[tuple[str, str], float]
 
@@ -97,9 +102,10 @@ def plan_tasks(local: Program, plan: Plan) -> list[Task]:
 def times_of_plan(local: Program, plan: Plan, *, together: bool = False) -> list[StageTime]:
     """The times of each stage of a plan; the arguments are those of `plan_tasks` and `times_of_stages`."""
     assert plan.pipeline is not None
-    link = dict(zip(plan.axis_names, plan.cluster.link_for(dict(plan.axes)), strict=True))[plan.pipeline.axis]
-    split = any(a.kind == INPUT for row in order_of(plan) for a in row)
-    return times_of_stages(StageGraphs(local, len(plan.stages)), plan.inner, link, split, together=together)
+    order, devices = order_of(plan), devices_along(plan.cluster, dict(plan.axes), plan.pipeline.axis)
+    split = any(a.kind == INPUT for row in order for a in row)
+    cutting = StageGraphs(local, len(plan.stages))
+    return times_on(cutting, plan.inner, devices, device_of(order), split, together=together)
 
 
 def most_sent(stages: Sequence[StageTime], devices: Sequence[int]) -> float:
@@ -156,11 +162,46 @@ def times_of_stages(
                 send=max(found.send(to_next), found.send(cutting.returned(s))),
                 to_next=found.size(to_next),
                 to_previous=found.size(to_previous),
+                messages_to_next=float(len(to_next)),
+                messages_to_previous=float(len(to_previous)),
                 inside=inside,
                 collectives=collectives,
             )
         )
     return stages
+
+
+def times_on(
+    cutting: StageGraphs, plan: Plan, devices: StageDevices, places: Sequence[int], split: bool, *, together: bool
+) -> list[StageTime]:
+    """The times of each stage on its own devices; what stages borrow of each other comes over the slowest link.
+
+    Args:
+        cutting: of the rewritten program, in stages.
+        plan: for the devices of a stage.
+        devices: along the axis of the stages.
+        places: the coordinate of each stage.
+        split: whether the backward may be in two parts.
+        together: whether collectives run beside kernels, see `times_of_stages`.
+    """
+    link, machines = devices.slowest_link, [devices.machines[c] for c in places]
+    known = {
+        m: times_of_stages(cutting, replace(plan, cluster=m), link, split, together=together)
+        for m in dict.fromkeys(machines)
+    }
+    return with_links([known[m][s] for s, m in enumerate(machines)], devices.links(places))
+
+
+def with_links(times: Sequence[StageTime], links: Sequence[Link]) -> list[StageTime]:
+    """Stages that send over links of their own."""
+    if len(set(links)) <= 1:
+        return list(times)
+    found = list(times)
+    for s, link in enumerate(links):
+        there = link.latency * times[s].messages_to_next + times[s].to_next / link.bandwidth
+        back = link.latency * times[s + 1].messages_to_previous + times[s + 1].to_previous / link.bandwidth
+        found[s] = replace(times[s], send=max(there, back))
+    return found
 
 
 class _Seconds:
