@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
@@ -85,13 +86,20 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
     """The best plan whose collectives run beside kernels.
 
     Its time is a maximum of sums. Under any weights of these, the cheapest plan bounds the time of all: first under
-    weights by which all is hidden that can be, then under those by which all plans that are known cost much.
+    weights by which all is hidden that can be, then under those by which all plans that are known cost much. Chunks of
+    products hide less than they could: where that makes a difference, what they could hide is in the bound alone, and
+    later plans are searched in one piece, and compared as they are cut.
     """
     rounds = _Rounds(program, dims, job, classes)
-    rounds.search(rounds.all_hidden)
-    if rounds.best.certificate.binds and not rounds.above_bound(CLOSE_WITHIN):
-        # What the budget costs is far more than what is left to hide, and each round would search it anew.
-        return rounds.result()
+    if job.stages is None:
+        rounds.search(rounds.all_hidden)
+        if rounds.best.certificate.binds and not rounds.above_bound(CLOSE_WITHIN):
+            # What the budget costs is far more than what is left to hide, and each round would search it anew.
+            return rounds.result()
+        if rounds.cut_in_vain():
+            rounds.in_one_piece()
+    else:  # the bound is that of any memory
+        rounds.search(replace(rounds.all_hidden, chunks=False))
     if rounds.go_on():
         rounds.apart()
     # Pipelines are many, and the best is simulated whatever the search says.
@@ -116,6 +124,7 @@ class _Rounds:
         self.plans: list[Plan] = []
         self.found: list[tuple[_Found, Weights]] = []
         self.features: list[Mapping[str, Floats]] = []
+        self.proven: _Found | None = None
 
     @property
     def all_hidden(self) -> Weights:
@@ -124,8 +133,8 @@ class _Rounds:
 
     @property
     def proof(self) -> _Found:
-        """The search with the highest bound."""
-        return max(self.found, key=lambda each: each[0].bound)[0]
+        """The search with the highest bound of all plans; once they are searched in one piece, the one before that."""
+        return self.proven or max(self.found, key=lambda each: each[0].bound)[0]
 
     @property
     def strongest(self) -> Weights:
@@ -140,7 +149,7 @@ class _Rounds:
     @property
     def known(self) -> tuple[set[float], float]:
         """What weights follow from: the plans' seconds, and the highest bound."""
-        return {plan.predicted.step_seconds for plan in self.plans}, self.proof.bound
+        return {plan.predicted.step_seconds for plan in self.plans}, max(found.bound for found, _ in self.found)
 
     def search(self, weights: Weights) -> None:
         """Search under some weights.
@@ -151,6 +160,22 @@ class _Rounds:
         found = _search(self._problem(weights))
         self.found.append((found, weights))
         self._add(found.plan)
+
+    def cut_in_vain(self) -> bool:
+        """Whether chunks of the best plan could hide more than they do."""
+        least = self.strongest.step.seconds(self.features[0])
+        seconds = self.best.predicted.step_seconds
+        return seconds - least > CLOSE * seconds
+
+    def in_one_piece(self) -> None:
+        """Search as if products and collectives were not cut into chunks, from here on."""
+        self.proven = self.proof
+        (_, weights), plan = self.found.pop(), self.best
+        self.features = [step_features(self.program, self.dims, plan, self.classes, chunks=False)]
+        with suppress(InfeasibleError):
+            self.search(replace(weights, chunks=False))
+        if not self.found:  # nothing is faster than the cutoff
+            self.found.append((self.proven, weights))
 
     def apart(self) -> None:
         """Search as if nothing was hidden: the plan that sends least may be the best of all."""
@@ -163,9 +188,9 @@ class _Rounds:
         self._add(ahead if enough else plan)
 
     def above_bound(self, share: float) -> bool:
-        """Whether more than a share of the best plan's time is above the bound."""
-        seconds = self.best.predicted.step_seconds
-        return seconds - self.proof.bound > share * seconds
+        """Whether more than a share of the best plan's time is above the bound of the plans that are searched."""
+        seconds, bound = self.best.predicted.step_seconds, max(found.bound for found, _ in self.found)
+        return seconds - bound > share * seconds
 
     def go_on(self) -> bool:
         """Whether the best plan may be far from the best there is, and there is time."""
@@ -195,7 +220,8 @@ class _Rounds:
 
     def _add(self, plan: Plan) -> None:
         self.plans.append(predict(self.program, self.dims, plan, self.classes, graphs=self.job.graphs))
-        self.features.append(step_features(self.program, self.dims, plan, self.classes))
+        chunks = self.proven is None and self.job.stages is None
+        self.features.append(step_features(self.program, self.dims, plan, self.classes, chunks=chunks))
 
 
 @dataclass(frozen=True)
