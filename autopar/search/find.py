@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
@@ -86,20 +87,27 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
     """The best plan whose collectives run beside kernels.
 
     Its time is a maximum of sums. Under any weights of these, the cheapest plan bounds the time of all: first under
-    weights by which all is hidden that can be, then under those by which all plans that are known cost much.
+    weights by which all is hidden that can be, then under those by which all plans that are known cost much. Chunks of
+    products hide less than they could: where that makes a difference, what they could hide is in the bound alone, and
+    later plans are searched in one piece, and compared as they are cut.
     """
     rounds = _Rounds(program, dims, job, classes)
-    rounds.search(rounds.all_hidden)
-    if rounds.best.certificate.binds and not rounds.above_bound(CLOSE_WITHIN):
-        # What the budget costs is far more than what is left to hide, and each round would search it anew.
-        return rounds.result()
+    if job.stages is None:
+        rounds.search(rounds.all_hidden)
+        if rounds.best.certificate.binds and not rounds.above_bound(CLOSE_WITHIN):
+            # What the budget costs is far more than what is left to hide, and each round would search it anew.
+            return rounds.result()
+        if rounds.cut_in_vain():
+            rounds.in_one_piece()
+    else:  # the bound is that of any memory
+        rounds.search(replace(rounds.all_hidden, chunks=False))
     if rounds.go_on():
         rounds.apart()
     few = ROUNDS_WITHIN if rounds.best.certificate.binds else ROUNDS
     # Pipelines are many, and the best is simulated whatever the search says.
     while job.graphs == 1 and rounds.go_on() and len(rounds.found) < few:
-        weights, most = rounds.strongest.at_level(rounds.cuts, rounds.proof.bound)
-        if most - rounds.proof.bound < CLOSE * most:  # no weights have a much higher bound
+        weights, most = rounds.strongest.at_level(rounds.cuts, rounds.bound)
+        if most - rounds.bound < CLOSE * most:  # no weights have a much higher bound
             break
         try:
             rounds.search(weights)
@@ -119,6 +127,7 @@ class _Rounds:
         self.cuts: list[Mapping[str, Floats]] = []
         self.labelings: dict[bytes, tuple[Ints, Mapping[str, Floats]]] = {}
         self.built: Formulation | None = None
+        self.proven: _Found | None = None
 
     @property
     def all_hidden(self) -> Weights:
@@ -127,8 +136,13 @@ class _Rounds:
 
     @property
     def proof(self) -> _Found:
-        """The search with the highest bound."""
-        return max(self.found, key=lambda each: each[0].bound)[0]
+        """The search with the highest bound of all plans; once they are searched in one piece, the one before that."""
+        return self.proven or max(self.found, key=lambda each: each[0].bound)[0]
+
+    @property
+    def bound(self) -> float:
+        """The highest bound of the plans that are searched now."""
+        return max(found.bound for found, _ in self.found)
 
     @property
     def strongest(self) -> Weights:
@@ -151,9 +165,25 @@ class _Rounds:
         self.found.append((found, weights))
         self.plans.append(self._predicted(found.plan))
         if found.plan.certificate.binds or not problem.met:
-            self.cuts.append(step_features(self.program, self.dims, found.plan, self.classes))
+            self.cuts.append(self._features(found.plan))
         else:
             self._look_at(problem)
+
+    def cut_in_vain(self) -> bool:
+        """Whether chunks of the best plan could hide more than they do."""
+        least = self.strongest.step.seconds(self._features(self.best))
+        seconds = self.best.predicted.step_seconds
+        return seconds - least > CLOSE * seconds
+
+    def in_one_piece(self) -> None:
+        """Search as if products and collectives were not cut into chunks, from here on."""
+        self.proven = self.proof
+        (_, weights), plan = self.found.pop(), self.best
+        self.cuts, self.labelings, self.built = [self._features(plan)], {}, None
+        with suppress(InfeasibleError):
+            self.search(replace(weights, chunks=False))
+        if not self.found:  # nothing is faster than the cutoff
+            self.found.append((self.proven, weights))
 
     def apart(self) -> None:
         """Search as if nothing was hidden: the plan that sends least may be the best of all."""
@@ -168,12 +198,12 @@ class _Rounds:
         if not plan.certificate.binds and self.built is not None:
             self._look_at(problem)
         else:
-            self.cuts.append(step_features(self.program, self.dims, plan, self.classes))
+            self.cuts.append(self._features(plan))
 
     def above_bound(self, share: float) -> bool:
-        """Whether more than a share of the best plan's time is above the bound."""
+        """Whether more than a share of the best plan's time is above the bound of the plans that are searched."""
         seconds = self.best.predicted.step_seconds
-        return seconds - self.proof.bound > share * seconds
+        return seconds - self.bound > share * seconds
 
     def go_on(self) -> bool:
         """Whether the best plan may be far from the best there is, and there is time."""
@@ -203,6 +233,10 @@ class _Rounds:
 
     def _predicted(self, plan: Plan) -> Plan:
         return predict(self.program, self.dims, plan, self.classes, graphs=self.job.graphs)
+
+    def _features(self, plan: Plan) -> Mapping[str, Floats]:
+        chunks = self.proven is None and self.job.stages is None
+        return step_features(self.program, self.dims, plan, self.classes, chunks=chunks)
 
     def _cheapest(self, weights: Weights) -> Ints | None:
         """The labeling of those known that costs least under some weights."""

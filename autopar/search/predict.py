@@ -111,13 +111,18 @@ def _totals(plan: Plan, account: _Account) -> Predicted:
     )
 
 
-def step_features(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> dict[str, Floats]:
+def step_features(
+    program: Program, dims: Dims, plan: Plan, classes: LayerClasses, *, chunks: bool = True
+) -> dict[str, Floats]:
     """Seconds in each region of a step of the whole model, see `autopar.search.overlap.step_time`.
 
-    They are as the search counts them: chunks hide as much as chunks can.
+    They are as the search counts them: chunks hide as much as chunks can, or nothing.
     """
-    parts = [(share, _optimistic(program, _accounts(program, dims, part, classes)))
-             for share, part in _ways(program, plan, classes)]  # fmt: skip
+    parts = [
+        (share, _optimistic(program, known) if chunks else _extrapolated(program, [a.features for a in known]))
+        for share, part in _ways(program, plan, classes)
+        for known in [_accounts(program, dims, part, classes)]
+    ]
     none = no_features(len(plan.axes))
     regions = dict.fromkeys(region for _, own in parts for region in own)
     return {r: np.asarray(sum(share * own.get(r, none) for share, own in parts)) for r in regions}

@@ -36,11 +36,13 @@ class Weights:
         step: how the time of a step follows from its regions.
         rows: weights by region; others have nearly all weight on kernels, or on what is communicated before these.
         axis: the only axis of the problem that is priced; None: all of them.
+        chunks: whether chunks of products hide what they can; False: products and collectives are in one piece.
     """
 
     step: StepTime
     rows: Mapping[str, Floats] = field(default_factory=dict)
     axis: int | None = None
+    chunks: bool = True
 
     def prices(self, region: str) -> Floats:
         """The price of each feature of a region, in seconds a second; without regions that axis has all features."""

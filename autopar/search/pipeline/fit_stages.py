@@ -49,12 +49,13 @@ def _fitting(tree: SearchTree, scheduled: ScheduledStages) -> Plan:
     # The search plans devices that have the whole model: as many times as long as those of a stage.
     cutoff = Cutoff(tree.seconds * shape.devices)
     job = replace(job, memory=tree.memory, cutoff=cutoff, search=search, stages=scheduled)
+    any_memory = tree.free[shape.mesh, part.microbatches].certificate
     try:
         plan = best_padded(tree.program, part, job)
     except PrunedError as e:
-        raise PrunedError(e.bound / shape.devices) from e
+        # Pruned by a bound of products in one piece.
+        raise PrunedError(any_memory.lower_bound / shape.devices) from e
     cut = fastest_stages(part, plan, scheduled, search)
-    any_memory = tree.free[shape.mesh, part.microbatches].certificate
     return cut.whole(scheduled, cut.seconds(scheduled.actions), any_memory)
 
 

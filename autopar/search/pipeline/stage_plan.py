@@ -127,7 +127,10 @@ class StagePlan:
         return replace(
             alone,
             step_seconds=seconds,
-            compute_seconds=alone.compute_seconds / shape.devices,  # of a device, on average
+            # Of a device, on average.
+            compute_seconds=alone.compute_seconds / shape.devices,
+            communication_seconds=alone.communication_seconds / shape.devices,
+            chunked_seconds=alone.chunked_seconds / shape.devices,
             peak_bytes=peak,
             room=room,
             memory_bytes={category: peak.get(category, 0.0) for category in alone.memory_bytes},

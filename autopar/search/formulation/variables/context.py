@@ -67,7 +67,7 @@ class BuildContext:
 
     def chunks(self, key: str, out: int) -> frozenset[str]:
         """Kinds of collectives of a class's values that chunks of products may hide."""
-        if self.weights is None:
+        if self.weights is None or not self.weights.chunks:
             return frozenset()
         return self.weights.step.regions.chunkable.get((self.classes.members[key][0], out), frozenset())
 
