@@ -94,7 +94,10 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
     if rounds.best.certificate.binds and not rounds.above_bound(CLOSE_WITHIN):
         # What the budget costs is far more than what is left to hide, and each round would search it anew.
         return rounds.result()
-    if rounds.go_on():
+    if rounds.go_on() and rounds.best.certificate.binds and len(job.axes) > 2:
+        # Of the many plans on many axes, the constraint's best ones are not those whose graphs hold the least.
+        rounds.by_axes()
+    elif rounds.go_on():
         rounds.apart()
     few = ROUNDS_WITHIN if rounds.best.certificate.binds else ROUNDS
     while rounds.go_on() and len(rounds.found) < few:
@@ -171,6 +174,15 @@ class _Rounds:
             self._look_at(problem)
         else:
             self.cuts.append(step_features(self.program, self.dims, plan, self.classes))
+
+    def by_axes(self) -> None:
+        """Search axis by axis, too: other layouts may need less than the memory constraint says."""
+        try:
+            plan = plan_by_axes(self._problem(self.all_hidden), self.proof.bound)
+        except InfeasibleError:
+            return
+        self.plans.append(predict(self.program, self.dims, plan, self.classes))
+        self.cuts.append(step_features(self.program, self.dims, plan, self.classes))
 
     def above_bound(self, share: float) -> bool:
         """Whether more than a share of the best plan's time is above the bound."""
