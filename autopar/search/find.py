@@ -101,7 +101,10 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
             rounds.in_one_piece()
     else:  # the bound is that of any memory
         rounds.search(replace(rounds.all_hidden, chunks=False))
-    if rounds.go_on():
+    if rounds.go_on() and rounds.best.certificate.binds and len(job.axes) > 2 and job.graphs == 1:
+        # Of the many plans on many axes, the constraint's best ones are not those whose graphs hold the least.
+        rounds.by_axes()
+    elif rounds.go_on():
         rounds.apart()
     few = ROUNDS_WITHIN if rounds.best.certificate.binds else ROUNDS
     # Pipelines are many, and the best is simulated whatever the search says.
@@ -199,6 +202,15 @@ class _Rounds:
             self._look_at(problem)
         else:
             self.cuts.append(self._features(plan))
+
+    def by_axes(self) -> None:
+        """Search axis by axis, too: other layouts may need less than the memory constraint says."""
+        try:
+            plan = plan_by_axes(self._problem(self.strongest), self.proof.bound)
+        except InfeasibleError:
+            return
+        self.plans.append(self._predicted(plan))
+        self.cuts.append(self._features(plan))
 
     def above_bound(self, share: float) -> bool:
         """Whether more than a share of the best plan's time is above the bound of the plans that are searched."""

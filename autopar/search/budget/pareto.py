@@ -37,9 +37,7 @@ Progress = Callable[[str, float, float], None]
 Labels = Sequence[NDArray[np.bool_]]
 """Of each node, some of its labels."""
 
-MAX_PRICES, NEAR_LAYOUTS = 12, 6
-"""Multipliers tried at most, and labelings whose layouts are tried besides those next to the budget."""
-
+MAX_PRICES = 12
 FLAT = 1e-3
 """A labeling so little below the line between two others, relatively, ends the search for more."""
 
@@ -294,7 +292,7 @@ def within(
     progress: Progress,
     prices: int = MAX_PRICES,
 ) -> LayerMix:
-    """The cheapest plan within a budget that has the layouts of a labeling near it, split over layers or not.
+    """The cheapest plan within a budget that has the layouts of a labeling next to it, split over layers or not.
 
     Args:
         frontier: of the whole problem.
@@ -311,15 +309,13 @@ def within(
     progress("Lagrangian", under.objective, frontier.bound(budget))
     if over is under:
         return LayerMix.of(under)
-    price = _slope(over, under)
-    best = LayerMix.of(under, price)
-    # The layouts of any may lead to the better mix: to choose states under given layouts takes little time.
-    near = sorted((p for _, p in frontier.known), key=lambda p: p.objective + price * max(p.memory, budget))
-    for point in (over, under, *near[:NEAR_LAYOUTS]):
+    best = LayerMix.of(under, _slope(over, under))
+    # The layouts of either may lead to the better mix.
+    for point in (over, under):
         found = states_within(frontier, alike(point.labels), budget, counts)
         if found is not None and found.cost < best.cost and fits(found.memory, budget):
             # Where the budget does not bind for these layouts, it still does for the whole problem.
-            best = replace(found, price=found.price or price)
+            best = replace(found, price=found.price or _slope(over, under))
     progress("blocks", best.cost, frontier.bound(budget))
     return best
 

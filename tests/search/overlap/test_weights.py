@@ -86,7 +86,7 @@ def test_features_of_a_labeling_are_what_it_costs_under_any_weights(name: str, m
         bounds.append(solve_labels(formulation.problem, met=met.append).lower_bound)
         assert formulation.features is not None
         cuts += [(labels, formulation.features(labels)) for labels in met]
-    assert len(cuts) > 3
+    assert len(cuts) >= 3
     for problem, formulation, bound in zip(problems, built, bounds, strict=True):
         weights = problem.weights
         assert weights is not None
