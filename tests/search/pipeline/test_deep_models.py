@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.compiler import program_of, solve
-from autopar.costs.cluster import Cluster, Link
+from autopar.costs.cluster import Between, Cluster, DeviceGroup, Link
 from autopar.errors import InfeasibleError
 from autopar.ir.node_info import info
 from autopar.ir.program import Program
+from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.search.peak import unverified, unverified_in_stages
@@ -22,6 +23,14 @@ from autopar.sharding.dims import analyze
 
 BLOCKS, WIDTH = 7, 16
 AXES = {"pp": 2, "inner": 2}
+MIXED = Cluster.of_groups(
+    "a node of each kind",
+    [
+        DeviceGroup("slow", Cluster.preset("cpu").device, 1, 2, (Link("fast", 1e9, 1e-6),)),
+        DeviceGroup("fast", Cluster.preset("cpu").device, 1, 2, (Link("faster", 2e9, 1e-6),), speed=2.5),
+    ],
+    [Between(Link("slow", 1e6, 1e-6))],
+)
 MACHINE = Cluster("pairs", Cluster.preset("cpu").device, (Link("fast", 1e9, 1e-6), Link("slow", 1e6, 1e-6)), (2,))
 
 
@@ -53,25 +62,30 @@ def example() -> tuple[nn.Module, tuple[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual", "recompute", "recipe"),
+    ("schedule", "virtual", "recompute", "recipe", "machine"),
     [
-        pytest.param("zb-h1", 1, "none", None, marks=pytest.mark.deep),
-        ("1f1b", 1, "none", "megatron"),
-        pytest.param("interleaved", 2, "none", None, marks=pytest.mark.deep),
-        pytest.param("1f1b", 1, "search", None, marks=pytest.mark.deep),
+        pytest.param("zb-h1", 1, "none", None, MACHINE, marks=pytest.mark.deep),
+        ("1f1b", 1, "none", "megatron", MIXED),
+        pytest.param("1f1b", 1, "none", "megatron", MACHINE, marks=pytest.mark.deep),
+        pytest.param("interleaved", 2, "none", None, MACHINE, marks=pytest.mark.deep),
+        pytest.param("interleaved", 2, "none", None, MIXED, marks=pytest.mark.deep),
+        pytest.param("1f1b", 1, "search", None, MACHINE, marks=pytest.mark.deep),
+        pytest.param("1f1b", 1, "search", None, MIXED, marks=pytest.mark.deep),
     ],
 )
-def test_figures_are_those_of_the_whole_model(schedule: str, virtual: int, recompute: str, recipe: str | None) -> None:
+def test_figures_are_those_of_the_whole_model(
+    schedule: str, virtual: int, recompute: str, recipe: str | None, machine: Cluster
+) -> None:
     model, batch = example()
     pins = {"virtual": virtual, "microbatches": 4, "schedule": schedule, "stage_axis": "pp", "recompute": recompute}
     memory = None
     if recompute == "search":  # so little that some blocks keep less than others
-        ample = autopar.plan(model, batch, cluster=MACHINE, axes=AXES, search=Search(pins={"stages": 2, **pins}))
-        memory = 0.93 * sum(ample.predicted.peak_bytes.values())
+        ample = autopar.plan(model, batch, cluster=machine, axes=AXES, search=Search(pins={"stages": 2, **pins}))
+        memory = 0.93 * peak_bytes(ample)
     short = autopar.plan(
         model,
         batch,
-        cluster=MACHINE,
+        cluster=machine,
         axes=AXES,
         memory=memory,
         search=Search(pins={"stages": 2, **pins}, recipe=recipe),
@@ -81,10 +95,13 @@ def test_figures_are_those_of_the_whole_model(schedule: str, virtual: int, recom
     report = autopar.verify(model, batch, AXES, plan=short)
     assert report.max_error < 1e-10, report.worst
     if memory is not None:
-        assert sum(short.predicted.peak_bytes.values()) <= memory
+        assert peak_bytes(short) <= memory
         return
     cuts = [s.modules[0] for s in short.stages[1:]]
-    whole = solve(program_of(model, batch), AXES, MACHINE, search=Search(pins={"stages": cuts, **pins}, recipe=recipe))
+    if short.pipeline is not None and machine is MIXED:
+        assert len(next(s for s in short.stages if s.group == "fast").modules) > BLOCKS // 2
+        pins["stage_order"] = list(short.pipeline.places)
+    whole = solve(program_of(model, batch), AXES, machine, search=Search(pins={"stages": cuts, **pins}, recipe=recipe))
     assert short.predicted.step_seconds == pytest.approx(whole.predicted.step_seconds, rel=1e-3)
     needed = (sum(p.predicted.peak_bytes.values()) for p in (short, whole))
     assert next(needed) == pytest.approx(next(needed), rel=0.02)
