@@ -258,7 +258,7 @@ class _Rounds:
 
     def _look_at(self, problem: BudgetProblem) -> None:
         """Labelings that a search met on its way are cuts as well, and the fastest of them may be a better plan."""
-        step, found = self.all_hidden.step, []
+        step, found = self.all_hidden.step, list[tuple[float, int, Formulation, Ints]]()
         for built, labels in problem.met:
             self.built = self.built or built
             assert self.built.features is not None
@@ -267,8 +267,8 @@ class _Rounds:
                 self.cuts.append(self.built.features(labels))
                 self.labelings[labels.tobytes()] = labels, self.cuts[-1]
                 found.append((step.seconds(self.cuts[-1]), len(found), built, labels))
-        seconds, _, built, labels = min(found, default=(math.inf, 0, None, None))
-        if seconds < self.best.predicted.step_seconds:
+        if found and (best := min(found))[0] < self.best.predicted.step_seconds:
+            _, _, built, labels = best
             mix = LayerMix.of(locate(built.problem, labels))
             plan, enough = problem.measured(
                 replace(problem.plan(built, mix, self.proof.bound, self.proof.plan.certificate.method), overlap=True)

@@ -62,11 +62,11 @@ def planned(slow: float, **pins: Any) -> Plan:
 
 
 def test_a_slow_link_is_for_a_pipeline() -> None:
-    plan = planned(3e7)
+    plan = planned(2e7)
     assert plan.pipeline is not None
     assert plan.pipeline.axis == "node"
     assert plan.microbatches > 1
-    alone = solve(captured()[0], AXES, machine(3e7))
+    alone = solve(captured()[0], AXES, machine(2e7))
     assert plan.predicted.step_seconds < alone.predicted.step_seconds
     program, model, batch = captured()
     report = compare(program, rewrite(program, plan), plan, global_values(program, model, batch), torch.float64)
@@ -79,8 +79,8 @@ def test_a_fast_link_is_not() -> None:
 
 @pytest.mark.deep
 def test_no_pipeline_beats_what_is_found_or_its_bound() -> None:
-    program, slow = captured()[0], machine(3e7)
-    found = planned(3e7)
+    program, slow = captured()[0], machine(2e7)
+    found = planned(2e7)
     for schedule, virtual in (("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zbv", 2)):
         for axis in AXES:
             for count in (4, 8):
@@ -91,10 +91,10 @@ def test_no_pipeline_beats_what_is_found_or_its_bound() -> None:
 
 
 def test_what_is_not_pinned_is_searched() -> None:
-    plan = planned(3e7, schedule="gpipe", microbatches=8)
+    plan = planned(2e7, schedule="gpipe", microbatches=8)
     assert plan.pipeline is None or (plan.pipeline.schedule, plan.microbatches) == ("gpipe", 8)
     pins = {"stages": 2, "stage_axis": "gpu", "microbatches": 4, "virtual": 1}
-    fixed = solve(captured()[0], AXES, machine(3e7), search=Search(pins=pins))
+    fixed = solve(captured()[0], AXES, machine(2e7), search=Search(pins=pins))
     assert fixed.pipeline is not None
     assert fixed.pipeline.axis == "gpu"
     assert "4 microbatches; the devices of a stage" in fixed.certificate.space
@@ -102,7 +102,7 @@ def test_what_is_not_pinned_is_searched() -> None:
 
 def test_little_memory_is_for_a_schedule_with_few_under_way() -> None:
     pins = {"stages": 2, "stage_axis": "node", "microbatches": 8, "virtual": 1, "recompute": "none"}
-    program, slow = captured()[0], machine(3e7)
+    program, slow = captured()[0], machine(2e7)
     eager = solve(program, AXES, slow, search=Search(pins={**pins, "schedule": "gpipe"}))
     lazy = solve(program, AXES, slow, search=Search(pins={**pins, "schedule": "1f1b"}))
     needs = [sum(p.predicted.peak_bytes.values()) for p in (eager, lazy)]
@@ -147,9 +147,9 @@ def test_what_waiting_adds_to_the_work(schedule: str, virtual: int, devices: int
 )
 def test_within_a_budget_nothing_beats_what_is_found_or_its_bound(schedules: tuple[str, ...]) -> None:
     """The fastest of all needs more than there is: a pipeline, which is searched within it."""
-    program, slow = captured()[0], machine(3e7)
+    program, slow = captured()[0], machine(2e7)
     pins = {"virtual": 1, "microbatches": 8}
-    ample = planned(3e7, **pins)
+    ample = planned(2e7, **pins)
     budget = 0.995 * sum(solve(program, AXES, slow, memory=1e12, search=Search(
         pins={"stages": "search", **pins})).predicted.peak_bytes.values())  # fmt: skip
     search = Search(pins={"stages": "search", **pins})
