@@ -56,7 +56,7 @@ def test_small_batch_gives_megatrons_pair() -> None:
         assert found.parameters[f"blocks.{i}.up.weight"] == (Split(0, 0),)
         assert found.parameters[f"blocks.{i}.down.weight"] == (Split(1, 0),)
     assert found.predicted.collectives["gpu"] == {"all_reduce": 2 * BLOCKS}
-    assert found.certificate.gap < 1e-3
+    assert found.certificate.gap < 3e-3
 
 
 def test_small_batch_gives_megatrons_attention() -> None:
