@@ -257,21 +257,24 @@ class _Rounds:
 
     def _look_at(self, problem: BudgetProblem) -> None:
         """Labelings that a search met on its way are cuts as well, and the fastest of them may be a better plan."""
-        step, found = self.all_hidden.step, list[tuple[float, int, Formulation, Ints]]()
+        step, fastest = self.all_hidden.step, self.best.predicted.step_seconds
+        better: tuple[Formulation, Ints] | None = None
         for built, labels in problem.met:
             self.built = self.built or built
-            assert self.built.features is not None
-            if labels.tobytes() not in self.labelings:
-                # The same labels are the same plan under all weights.
-                self.cuts.append(self.built.features(labels))
-                self.labelings[labels.tobytes()] = labels, self.cuts[-1]
-                found.append((step.seconds(self.cuts[-1]), len(found), built, labels))
-        if found and (best := min(found))[0] < self.best.predicted.step_seconds:
-            _, _, built, labels = best
-            mix = LayerMix.of(locate(built.problem, labels))
-            plan, enough = problem.measured(
-                replace(problem.plan(built, mix, self.proof.bound, self.proof.plan.certificate.method), overlap=True)
-            )
+            if self.built.features is None or labels.tobytes() in self.labelings:
+                continue
+            # The same labels are the same plan under all weights.
+            features = self.built.features(labels)
+            self.labelings[labels.tobytes()] = labels, features
+            self.cuts.append(features)
+            seconds = step.seconds(features)
+            if seconds < fastest:
+                fastest, better = seconds, (built, labels)
+        if better is not None:
+            built, labels = better
+            known, mix = self.proof, LayerMix.of(locate(built.problem, labels))
+            plan = problem.plan(built, mix, known.bound, known.plan.certificate.method)
+            plan, enough = problem.measured(replace(plan, overlap=True))
             self.plans += [self._predicted(plan)] * enough
 
 
