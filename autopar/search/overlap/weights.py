@@ -25,6 +25,9 @@ CHAIN = 0.5
 LEVEL = 0.5
 """Between the bound and what plans say that bounds may reach: lower levels take smaller steps."""
 
+STEPS = 1000
+"""Of the quadratic solver: it may cycle, and then the weights with the highest bound by the cuts are tried instead."""
+
 Ints = NDArray[np.int64]
 
 
@@ -142,8 +145,8 @@ def _highest(cuts: Floats, floor: Floats, ends: Ints) -> Floats | None:
 
 
 def _nearest(cuts: Floats, level: float, floor: Floats, ends: Ints, center: Floats) -> Floats | None:
-    """The nearest weights to some under which no cut is below a level; None if the solver was stopped."""
-    solver, count = _program(floor, ends), len(floor)
+    """The nearest weights to some under which no cut is below a level; None where none were found."""
+    solver, count = _program(floor, ends, qp_iteration_limit=STEPS), len(floor)
     columns = np.arange(count, dtype=np.int32)
     for cut in cuts:
         solver.addRow(level, np.inf, count, columns, cut)
@@ -155,9 +158,9 @@ def _nearest(cuts: Floats, level: float, floor: Floats, ends: Ints, center: Floa
     return _solution(solver, floor, ends)
 
 
-def _program(floor: Floats, ends: Ints) -> highspy.Highs:
+def _program(floor: Floats, ends: Ints, **options: int) -> highspy.Highs:
     """A program whose columns are weights of rows; those of a region sum to one."""
-    solver = new_solver(np.inf)
+    solver = new_solver(np.inf, **options)
     solver.addVars(len(floor), floor, np.full(len(floor), np.inf))
     for start, stop in itertools.pairwise(ends):
         columns = np.arange(start, stop, dtype=np.int32)
