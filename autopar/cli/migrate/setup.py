@@ -125,7 +125,7 @@ class Setup:
             "recipe": search.get("recipe"),
             "roles": search.get("roles", {}),
             "pins": search.get("pins", {}),
-            "precision": None if self.compute is None else {"compute": self.compute, "reduce": self.reduce},
+            "precision": None if self.compute is None else {"compute": self.compute, "reduce": self.reduce or "fp32"},
             "memory": None,
             "optimizer": named,
             "clip_grad_norm": self.clip,
@@ -145,7 +145,7 @@ class Setup:
             fixed *= size or 1
         rest = "world" if fixed == 1 else f"world // {fixed}"
         sizes = ", ".join(f'"{name}": {rest if size is None else size}' for name, size in axes.items())
-        words = ["autopar.mesh(axes)", "search=search", 'inputs="local"']
+        words = ["autopar.mesh(axes)", "batch", "search=search", 'inputs="local"']
         words += [f"precision={self._precision()}"] if self.compute else []
         words += [f'optimizer="{self.optimizer.state}"'] if self.optimizer else []
         words += ["compile=True"] if self.compile else []
@@ -158,7 +158,12 @@ class Setup:
         lines += ['world = int(os.environ.get("WORLD_SIZE", 1))'] if None in axes.values() else []
         lines += [f"axes = {{{sizes}}}", "search = autopar.Search("]
         lines += [*(f"    {_arguments({name: value})}," for name, value in search.items()), ")", "", ""]
-        lines += ["def distribute(model):", f'    """Each part of the batch passes {rows} in a call."""']
+        lines += [
+            "def distribute(model, batch):",
+            '    """Each rank calls it; ``batch`` is an example of all ranks\' rows.',
+            "",
+        ]
+        lines += [f"    Later a rank passes {rows}: part `data_rank` of `data_world_size`.", '    """']
         lines += [f"    return autopar.parallelize(model, {', '.join(words)})", "", ""]
         if self.optimizer is not None:
             given = _arguments(self.optimizer.arguments)

@@ -68,9 +68,7 @@ REASONS: Reasons = {
 
 _DTYPE = one_of("float32", "bfloat16", "float16")
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_DEGREE = Kind(
-    Annotated[int, msgspec.Meta(ge=1, le=2**31)] | Annotated[int, msgspec.Meta(ge=-1, le=-1)], "-1, or 1 and more"
-)
+_DEGREE = Kind(Annotated[int, msgspec.Meta(ge=-1, le=2**31)], "-1, or a whole number from 1 on")
 _SCHEDULES = {
     "gpipe": ("gpipe", None), "1f1b": ("1f1b", None), "interleaved1f1b": ("interleaved", 2),
     "loopedbfs": ("looped-bfs", 2), "zbvzerobubble": ("zbv", 2), "dualpipev": ("dualpipe-v", 2),
@@ -136,6 +134,8 @@ def _shards(keys: Keys, expert: int) -> int | None:
     """Devices of the axis data; those that split experts are taken from them."""
     key = "parallelism.data_parallel_shard_degree"
     size = keys.read(key, _DEGREE, -1)
+    if size == 0:
+        raise keys.wrong(key, _DEGREE.expected)
     if key not in keys:
         keys.assumed.append("parallelism.data_parallel_shard_degree: -1, the devices that are left")
     keys.translate(key, "mesh axis data: parameters are split along it" if size != 1 else "there is no axis data")
@@ -209,7 +209,7 @@ def _rows(keys: Keys, parallelism: Parallelism) -> int | None:
     for key in (local, older):
         keys.translate(key, "rows that a part of the batch passes in a call")
     total = keys.read(whole, _DEGREE, -1)
-    if total == -1:
+    if total < 1:
         keys.drop(whole, "it follows from the rows of each part")
     else:
         keys.lack(
