@@ -210,6 +210,7 @@ def test_which_list(tmp_path: Path) -> None:
         ("a.toml", "[parallelism]\ntensor_parallel_degree = 0", "tensor_parallel_degree is 0; write a whole"),
         ("a.toml", "[parallelism]\ndata_parallel_shard_degree = 4\nexpert_parallel_degree = 3",
          "expert_parallel_degree 3 does not divide data_parallel_shard_degree 4"),
+        ("a.json", zero(0, fp16={"enabled": True}, pipeline={"stages": 2}), "asks for pipeline stages in float16"),
         ("a.toml", "[optimizer]\nbeta1 = 1.0", "optimizer.beta1 is 1.0; write a number from 0 to less than 1"),
     ],
 )  # fmt: skip

@@ -75,6 +75,8 @@ def migrate(file: Path, devices: int | None = None) -> Migration:
     keys = Keys(file, tree, sections)
     setup = reader(keys, devices)
     # Refused here, not where the printed Python runs.
+    if setup.compute == "fp16" and setup.parallelism.stages != 1:
+        raise ValueError(f"{file} asks for pipeline stages in float16, which have no loss scaling here; take bfloat16")
     _ = setup.search
     return Migration(kind, file, setup, keys)
 

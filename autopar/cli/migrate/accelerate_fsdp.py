@@ -76,7 +76,7 @@ def of_accelerate(keys: Keys, devices: int | None) -> Setup:
             f"{keys.file}: num_processes {processes} is no multiple of num_machines {machines}; correct one"
         )
     count = devices or processes
-    keys.translate("num_processes", "the devices of the mesh")
+    keys.translate("num_processes", "the devices of the mesh" if count == processes else f"--devices {devices} instead")
     data, hybrid = _data(keys, kind)
     replicas: int | None = 1
     shards: int | None = None
