@@ -152,7 +152,8 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
     return [
         ("plan", autopar.plan, {**given, "cluster": "cpu", "axes": {"a": 2}}, OF_PLAN),
         ("parallelize", parallelize, {"model": MODEL, "mesh": None}, OF_PARALLELIZE),
-        ("mesh", autopar.mesh, {}, {"axes": NO_AXES, "device": ["tpu", "", 1, True, [], Awkward()]}),
+        ("mesh", autopar.mesh, {}, {
+            "axes": NO_AXES, "device": ["tpu", "", 1, True, [], Awkward()], "backend": ["ucc", "", 1, [], Awkward()]}),
         ("watch", watch, {"model": module, "callback": print}, {
             "model": NO_MODEL, "callback": [None, *NO_FUNCTION], "every": [0, None, *NO_WHOLE], "seconds": [None, INF, *NO_NUMBER]}),
         ("verify", autopar.verify, {**given, "axes": {"a": 2}}, OF_VERIFY),

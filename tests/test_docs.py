@@ -162,7 +162,7 @@ def test_a_message_that_is_gone_is_noticed() -> None:
 
 def test_every_command_and_option_is_documented() -> None:
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    commands = ("plan", "verify", "simulate", "ops", "doctor")
+    commands = ("plan", "migrate", "verify", "simulate", "ops", "doctor")
     help_ = {name: CliRunner().invoke(cli.app, [name, "--help"]).output for name in commands}
     options = {option for output in help_.values() for option in re.findall(r"--[a-z-]+", output)}
     assert {o for o in options if f"{o}`" not in text and f"{o} " not in text} == set()

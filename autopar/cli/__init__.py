@@ -15,6 +15,7 @@ import typer
 from autopar.cli.check import check_command
 from autopar.cli.explain import diff_command, explain_command
 from autopar.cli.machine import calibrate_command, doctor_command, ops_command
+from autopar.cli.migrate import migrate_command
 from autopar.cli.plan import plan_command
 from autopar.cli.run import run_command
 from autopar.cli.simulate import simulate_command
@@ -40,6 +41,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "verify": verify_command,
     "simulate": simulate_command,
     "trace": trace_command,
+    "migrate": migrate_command,
     "calibrate": calibrate_command,
     "doctor": doctor_command,
     "ops": ops_command,

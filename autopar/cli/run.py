@@ -27,6 +27,9 @@ def run_command(
         str | None,
         typer.Option(metavar="NAME=SIZE,...", help="Axes of autopar.mesh(); default: node and gpu, as they are."),
     ] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="gloo|nccl|mpi", help="Of autopar.mesh(); default: by the devices.")
+    ] = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long processes wait for the others to start.")
     ] = 600.0,
@@ -45,6 +48,8 @@ def run_command(
                 f"--nnodes {nnodes} {'needs' if nnodes > 1 else 'takes no'} --rendezvous: the host and port at which "
                 "several nodes meet, such as node0:29500"
             )
+        if backend is not None:
+            _check_backend(backend)
         processes = nproc or _devices()
         sizes = None if axes is None else parse_axes(axes)
         if sizes is not None:
@@ -52,13 +57,25 @@ def run_command(
         from autopar.runtime.launch.agent import Launch, launch
 
         code = launch(
-            Launch(processes, nnodes, sizes, rendezvous, name if nnodes > 1 else "", timeout, restarts),
+            Launch(processes, nnodes, sizes, rendezvous, name if nnodes > 1 else "", timeout, restarts, backend),
             script,
             arguments or [],
             is_module=is_module,
         )
         if code:
             raise typer.Exit(code)
+
+
+def _check_backend(backend: str) -> None:
+    """Refuse a backend that the processes could not use, before they are started."""
+    from autopar.runtime.backends import MPI, SERVES, require_backend
+
+    require_backend(backend, SERVES.get(backend, ""))
+    if backend == MPI:
+        raise ValueError(
+            "--backend mpi: MPI starts its processes itself; run mpirun -n N python SCRIPT.py, whose script calls "
+            'autopar.mesh(device="cpu", backend="mpi")'
+        )
 
 
 def _devices() -> int:

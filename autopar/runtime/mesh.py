@@ -18,6 +18,7 @@ from autopar._torch_compat import set_group_timeout
 from autopar.errors import AutoparError, PlanError, RankError
 from autopar.runtime.agreement.control import Control, control_of
 from autopar.runtime.agreement.points import Details
+from autopar.runtime.backends import MPI, backend_of, require_trials
 
 T = TypeVar("T")
 
@@ -265,6 +266,8 @@ def mesh_context(mesh: DeviceMesh, timeout: float, all_ranks: ProcessGroup | Non
     for group in (*groups, all_ranks):
         _check_backend(group, mesh.device_type)
         set_group_timeout(timedelta(seconds=timeout), group)
+    for each in groups:
+        require_trials(each, mesh.device_type)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         # "cuda" without an index compares unequal to the device of a tensor on it.
@@ -278,6 +281,11 @@ def mesh_context(mesh: DeviceMesh, timeout: float, all_ranks: ProcessGroup | Non
 
 def _check_backend(group: ProcessGroup | None, device_type: str) -> None:
     backends = dist.get_backend_config(group)
+    if dist.group.WORLD is not None and backend_of(dist.group.WORLD, "cpu") == MPI:
+        raise ValueError(
+            "the world is a process group of MPI, which has no store to make the groups of control messages from; use "
+            'autopar.mesh(backend="mpi"), which makes a world of Gloo with MPI along the axes'
+        )
     if "cuda:gloo" in str(backends) and device_type == "cuda":
         # https://github.com/pytorch/pytorch/issues/152645, seen with torch 2.11
         raise ValueError(

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 AXES = "AUTOPAR_AXES"
 """The axes of `autopar.mesh`, as ``node=2,gpu=4``."""
 
+BACKEND = "AUTOPAR_BACKEND"
+"""The backend of `autopar.mesh`."""
+
 FAILURES = "AUTOPAR_FAILURES"
 """The folder into which a rank writes why it failed."""
 
@@ -56,6 +59,46 @@ def require_world(axes: Mapping[str, int], world: int, name: str) -> None:
             f"{name} {','.join(f'{a}={n}' for a, n in axes.items())} is a mesh of {sizes} = {math.prod(axes.values())} "
             f"devices, and the world has {world} processes; give sizes whose product is {world}"
         )
+
+
+BY_MPI = {
+    "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+}
+"""Torch's variables, and those of Open MPI and MPICH (Intel MPI) that say the same."""
+
+
+def started_by_mpi(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that torch takes, from those that mpirun sets.
+
+    Args:
+        environment: of this process.
+
+    Raises:
+        ValueError: the process was not started by mpirun, or processes of several nodes do not know where to meet.
+
+    >>> started_by_mpi({"PMI_RANK": "1", "PMI_SIZE": "2"})
+    {'RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': 'localhost', 'MASTER_PORT': '29500'}
+    """
+    found = {}
+    for name, theirs in BY_MPI.items():
+        value = next((environment[each] for each in theirs if each in environment), None)
+        if value is not None:
+            found[name] = value
+    if "RANK" not in found or "WORLD_SIZE" not in found:
+        raise ValueError(
+            "backend 'mpi': MPI starts its processes itself, and this one was not started by it; run "
+            "mpirun -n N python SCRIPT.py, or take 'gloo' with autopar run"
+        )
+    if found.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"]) != found["WORLD_SIZE"] and "MASTER_ADDR" not in environment:
+        raise ValueError(
+            "backend 'mpi': the processes are on several nodes, and control messages, which Gloo takes, need an "
+            "address where they meet; set MASTER_ADDR to the host of rank 0 (mpirun -x MASTER_ADDR=HOST ...)"
+        )
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    return {**found, **{name: environment.get(name, default) for name, default in meeting.items()}}
 
 
 def is_told() -> bool:

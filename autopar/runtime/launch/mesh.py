@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.costs.arguments import AXES as ANY_AXES
 from autopar.costs.arguments import a, optional, require
-from autopar.runtime.launch.environment import AXES, TIMEOUT, parse_axes, require_world
+from autopar.runtime.backends import GLOO, MPI, NCCL, SERVES, require_backend
+from autopar.runtime.launch.environment import AXES, BACKEND, TIMEOUT, parse_axes, require_world, started_by_mpi
 
 GPU, CPU = "cuda", "cpu"
 
 
-def mesh(axes: Mapping[str, int] | None = None, *, device: str | None = None) -> DeviceMesh | None:
+def mesh(
+    axes: Mapping[str, int] | None = None, *, device: str | None = None, backend: str | None = None
+) -> DeviceMesh | None:
     """The mesh of all processes of this run; None for a script that was started by itself, which is one device.
 
     Makes the process group, if there is none, and takes it down when the process ends.
@@ -28,15 +32,29 @@ def mesh(axes: Mapping[str, int] | None = None, *, device: str | None = None) ->
         axes: name and size of each axis, outermost first. Default: those of ``autopar run --axes``; else ``node`` and
             ``gpu`` (of CPUs, ``cpu``), or the second alone where there is one node.
         device: ``"cuda"`` or ``"cpu"``; default: GPUs, where there are some.
+        backend: of the groups along the axes: ``"nccl"``, ``"gloo"`` or, in a build of torch that has it and under
+            mpirun, ``"mpi"``, whose control messages go over Gloo. Default: that of ``autopar run --backend``; else
+            NCCL for GPUs and Gloo for CPUs.
 
     Raises:
-        ValueError: the axes are not of as many devices as there are processes, or a node has more processes than GPUs.
+        ValueError: the axes are not of as many devices as there are processes, a node has more processes than GPUs, or
+            this torch does not have the backend.
     """
-    require(axes=(axes, optional(ANY_AXES)), device=(device, optional(a(str, '"cuda" or "cpu"'))))
+    named_backend = optional(a(str, " or ".join(map(repr, SERVES))))
+    require(
+        axes=(axes, optional(ANY_AXES)), device=(device, optional(a(str, '"cuda" or "cpu"'))),
+        backend=(backend, named_backend),
+    )  # fmt: skip
     if device not in (None, GPU, CPU):
         raise ValueError(f'device={device!r}: expected "cuda" or "cpu"')
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     kind = device or (GPU if torch.cuda.is_available() else CPU)
+    asked = backend if backend is not None else os.environ.get(BACKEND)
+    chosen = asked if asked is not None else NCCL if kind == GPU else GLOO
+    if asked is not None:
+        require_backend(chosen, kind)
+    if chosen == MPI and not dist.is_initialized():
+        os.environ.update(started_by_mpi(os.environ))
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     named = dict(axes) if axes is not None else axes_of_run(world, kind)
     require_world(named, world, "axes" if axes is not None else f"{AXES} (of autopar run --axes)")
     if world == 1 and not dist.is_initialized():
@@ -45,9 +63,11 @@ def mesh(axes: Mapping[str, int] | None = None, *, device: str | None = None) ->
         _take_gpu()
     if not dist.is_initialized():
         wait = timedelta(seconds=float(os.environ.get(TIMEOUT, 600)))
-        dist.init_process_group("nccl" if kind == GPU else "gloo", timeout=wait)
+        # A world of MPI has no store, which the groups of control messages are made from.
+        dist.init_process_group(GLOO if chosen == MPI else chosen, timeout=wait)
         atexit.register(_leave)
-    return init_device_mesh(kind, tuple(named.values()), mesh_dim_names=tuple(named))
+    along: dict[int | str, Any] | None = dict.fromkeys(named, MPI) if chosen == MPI else None
+    return init_device_mesh(kind, tuple(named.values()), mesh_dim_names=tuple(named), backend_override=along)
 
 
 def axes_of_run(world: int, kind: str) -> dict[str, int]:
