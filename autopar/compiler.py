@@ -35,7 +35,7 @@ from autopar.pipeline.custom_schedule import as_text
 from autopar.search import cache
 from autopar.search.flat import best_flat
 from autopar.search.formulation.local_axes import Axes, require_rows, worker_count
-from autopar.search.formulation.pins import Restrictions
+from autopar.search.formulation.pins import Restrictions, check_names
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
 from autopar.search.peak import peak_of as peak_of
@@ -152,7 +152,7 @@ def solve(
         dims = analyze(program)
         kind = f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}, fused {program.fused}"
         file = cache.file_of(program, dims, job, kind)
-        if file is not None and (known := cache.load(file, program, job)) is not None:
+        if file is not None and (known := cache.load(file, program, job, dims)) is not None:
             job.progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
         plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
@@ -229,6 +229,9 @@ def check_planning(
     )
     if loss is not None and loss_fn is not None:
         raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
+    if search is not None:
+        named = (name for name, _ in model.named_parameters(remove_duplicate=False))
+        check_names(search.layouts, named, (name for name, _ in model.named_modules(remove_duplicate=False)))
     if batch is not None:
         binding.passed(batch)
 

@@ -1,4 +1,4 @@
-"""`gathered_values`: a checkpoint of a script's own, any containers of anything, with whole tensors for those on a mesh."""
+"""`gathered_values`: a checkpoint of a script's own, in any containers, with whole tensors for those on a mesh."""
 
 from __future__ import annotations
 
