@@ -1,4 +1,4 @@
-"""For mkdocs: pages from outside of docs/, their links, and headings named as on GitHub. Nothing is written to docs/."""
+"""For mkdocs: pages from outside of docs/, their links, and anchors as on GitHub. Nothing is written to docs/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autopar.checkpoint.torch_save`: the file that one device would write, from any plan; and outputs as whole tensors."""
+"""`autopar.checkpoint.torch_save`: the file that one device would write, under any plan; outputs as whole tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts of examples/scripts: what autopar changes in each, and that it then trains, saves and resumes as one device."""
+"""Scripts of examples/scripts: what autopar changes in each, and that it trains, saves and resumes as one device."""
 
 from __future__ import annotations
 
@@ -72,27 +72,21 @@ def losses(style: str, folder: Path, steps: int, processes: int, *, resume: bool
         run = ["-m", "autopar.cli", "run", "--quiet", "--nproc", str(processes)]
         launcher = [sys.executable, *run, "train_autopar.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launcher, *words],
-        cwd=SCRIPTS / style,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
+    options = {"capture_output": True, "text": True, "timeout": 550, "check": False}
+    done = subprocess.run([*launcher, *words], cwd=SCRIPTS / style, env=environment, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return {
-        m[1] + m[2].split(":")[0].strip("| "): tuple(float(x) for x in m.groups()[2:] if x)
-        for m in LOSS.finditer(done.stdout)
-    }
+    found = {}
+    for match in LOSS.finditer(done.stdout):
+        step = match[1] + match[2].split(":")[0].strip("| ")
+        found[step] = tuple(float(value) for value in match.groups()[2:] if value)
+    return found
 
 
 @pytest.mark.deep
 @pytest.mark.distributed
 @pytest.mark.parametrize("style", STYLES)
 def test_as_on_one_device(style: str, tmp_path: Path) -> None:
-    """Twenty steps on four ranks, four more on two from what they have saved, and both on one device by the plain script."""
+    """Twenty steps on four ranks, four more on two from what these have saved; and both by the plain script."""
     plain = losses(style, tmp_path / "plain", 20, 0, resume=False)
     assert len(plain) >= 20
     found = losses(style, tmp_path / "four", 20, 4, resume=False)

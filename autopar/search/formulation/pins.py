@@ -128,8 +128,8 @@ def check_names(patterns: Iterable[str], parameters: Iterable[str], modules: Ite
 def _names_nothing(pattern: str, tensors: Sequence[str], modules: Sequence[str]) -> str:
     some = [f"{', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" for names in (tensors, modules)]
     return (
-        f"pin {pattern!r} names no parameter, batch.N, result.N or module of the model; there are {some[0]}; and modules "
-        f"{some[1] or 'none'}"
+        f"pin {pattern!r} names no parameter, batch.N, result.N or module of the model; there are {some[0]}; and "
+        f"modules {some[1] or 'none'}"
     )
 
 

@@ -139,7 +139,7 @@ def estimate_loss():
         for k in range(eval_iters):
             X, Y = get_batch(split)
             with ctx:
-                logits, loss = model(X, Y)
+                _, loss = model(X, Y)
             losses[k] = loss.item()
         out[split] = losses.mean().item()
     model.train()
@@ -190,7 +190,7 @@ while True:
             # gradients are only needed at the last micro step
             model.require_backward_grad_sync = micro_step == gradient_accumulation_steps - 1
         with ctx:
-            logits, loss = model(X, Y)
+            _, loss = model(X, Y)
             loss = loss / gradient_accumulation_steps
         # fetch the next batch while the model is at work
         X, Y = get_batch("train")
