@@ -1,8 +1,8 @@
 """Seconds until a script of examples/scripts has made its first step, and how many of its lines changed for that.
 
-Each script runs on one device as it is, on several Gloo processes with autopar, with and without a cached plan, and on as
-many with accelerate and FSDP2, by the lines in `ACCELERATE`. Wall seconds are from the start of the command to the line
-that the script prints about its first step, and CPU seconds those that all of its processes have used by then.
+Each script runs on one device as it is, on several Gloo processes with autopar, with and without a cached plan, and on
+as many with accelerate and FSDP2, by the lines in `ACCELERATE`. Wall seconds are from the start of the command to the
+line that the script prints about its first step, and CPU seconds those that all of its processes have used by then.
 
     python benchmarks/first_step.py --processes 4
 """
@@ -10,6 +10,7 @@ that the script prints about its first step, and CPU seconds those that all of i
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import re
@@ -35,36 +36,42 @@ WORDS = {
 }
 
 PLUGIN = "FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy='transformer_based_wrap', "
+ACCELERATOR = (
+    f"accelerator = Accelerator(cpu=True, fsdp_plugin={PLUGIN}"
+    "transformer_cls_names_to_wrap=['Block'], cpu_ram_efficient_loading=False))"
+)
+IMPORT = (
+    "import torch\nfrom model",
+    "import torch\nfrom accelerate import Accelerator, FullyShardedDataParallelPlugin\nfrom model",
+)
+SETUP, SEED = 'ddp = int(os.environ.get("RANK", -1)) != -1\n', "torch.manual_seed(3407)\n"
+MADE = "        self.optimizer = model.configure_optimizers(config)\n"
+PREPARED = "        model, self.optimizer = config.accelerator.prepare(model, model.configure_optimizers(config))\n"
+CLIP, SAVE = "torch.nn.utils.clip_grad_norm_", 'torch.save(checkpoint, os.path.join(out_dir, "ckpt.pt"))'
 ACCELERATE = {
     "nanogpt": [
-        ("import torch\nfrom model", "import torch\nfrom accelerate import Accelerator, FullyShardedDataParallelPlugin\nfrom model"),
-        ('ddp = int(os.environ.get("RANK", -1)) != -1',
-         f"ddp, accelerator = False, Accelerator(cpu=True, fsdp_plugin={PLUGIN}"
-         "transformer_cls_names_to_wrap=['Block'], cpu_ram_efficient_loading=False))"),
+        IMPORT,
+        (SETUP, f"ddp = False; {ACCELERATOR}\n"),
         ("    seed_offset = 0\n", "    seed_offset = accelerator.process_index\n"),
         ("    ddp_world_size = 1\n", "    ddp_world_size = 1\n    batch_size //= accelerator.num_processes\n"),
         ("if compile:\n", "model, optimizer = accelerator.prepare(model, optimizer)\nif compile:\n"),
         ("scaler.scale(loss).backward()", "accelerator.backward(loss)"),
-        ("torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)",
-         "accelerator.clip_grad_norm_(model.parameters(), grad_clip)"),
-        ('torch.save(checkpoint, os.path.join(out_dir, "ckpt.pt"))', "accelerator.save_state(out_dir)"),
+        (CLIP, "accelerator.clip_grad_norm_"),
+        (SAVE, "accelerator.save_state(out_dir)"),
     ],
     "mingpt": [
-        ("import torch\nfrom model", "import torch\nfrom accelerate import Accelerator, FullyShardedDataParallelPlugin\nfrom model"),
-        ("torch.manual_seed(3407)\n",
-         f"torch.manual_seed(3407)\naccelerator = Accelerator(cpu=True, fsdp_plugin={PLUGIN}"
-         "transformer_cls_names_to_wrap=['Block'], cpu_ram_efficient_loading=False))\n"),
+        IMPORT,
+        (SEED, f"{SEED}{ACCELERATOR}\n"),
         ("batch_size=16", "batch_size=16 // accelerator.num_processes"),
         ("seed=3407", "seed=3407 + accelerator.process_index"),
         ("torch.save(checkpoint, ckpt_path)", "accelerator.save_state(args.work_dir)"),
-        ("        self.optimizer = model.configure_optimizers(config)\n",
-         "        model, self.optimizer = config.accelerator.prepare(model, model.configure_optimizers(config))\n"),
+        (MADE, PREPARED),
         ("grad_norm_clip=1.0", "accelerator=accelerator, grad_norm_clip=1.0"),
         ("self.loss.backward()", "config.accelerator.backward(self.loss)"),
-        ("torch.nn.utils.clip_grad_norm_", "config.accelerator.clip_grad_norm_"),
+        (CLIP, "config.accelerator.clip_grad_norm_"),
     ],
-}  # fmt: skip
-"""For each style, what accelerate's FSDP2 needs: a text of a file and what replaces it; a line each, without resuming."""
+}
+"""For each style, what accelerate's FSDP2 needs to train and save: a text of a file, and what replaces it."""
 
 
 def copied(style: str, folder: Path) -> Path:
@@ -76,6 +83,19 @@ def copied(style: str, folder: Path) -> Path:
             raise RuntimeError(f"{style}: {before!r} is in {len(changed)} files; ACCELERATE is for other scripts")
         changed[0].write_text(changed[0].read_text().replace(before, after, 1))
     return folder
+
+
+def changed_lines(style: str, folder: Path) -> int:
+    """Lines of a script that are others in a folder; a line and its replacement count once, empty ones do not."""
+    total = 0
+    for path in (SCRIPTS / style).glob("*.py"):
+        name = "train_autopar.py" if folder == SCRIPTS / style and path.name == "train.py" else path.name
+        if path.name == "train_autopar.py":
+            continue
+        sides = [[line for line in p.read_text().splitlines() if line.strip()] for p in (path, folder / name)]
+        parts = difflib.SequenceMatcher(None, *sides, autojunk=False).get_opcodes()
+        total += sum(max(b - a, d - c) for kind, a, b, c, d in parts if kind != "equal")
+    return total
 
 
 def first_step(command: list[str], folder: Path, variables: dict[str, str]) -> tuple[float, float]:
@@ -143,19 +163,12 @@ def measured(style: str, processes: int) -> list[dict[str, Any]]:
             ("autopar, plan cached", run, SCRIPTS / style, plans),
         ]
         if style in ACCELERATE:
-            torchrun = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(processes),
-            ]
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
             accelerated = copied(style, folder / "accelerate")
-            ways.append(("accelerate, FSDP2", [*torchrun, "train.py", *words], accelerated, {}))
+            ways.append(("accelerate, FSDP2", [sys.executable, *launcher, "train.py", *words], accelerated, {}))
         for way, command, where, variables in ways:
             wall, used = first_step(command, where, variables)
-            lines = len(ACCELERATE[style]) if "FSDP2" in way else None
+            lines = 0 if way == "one device" else changed_lines(style, where)
             rows.append({"script": style, "way": way, "wall": wall, "cpu": used, "lines": lines})
             print(json.dumps(rows[-1]), flush=True)
     return rows
