@@ -14,6 +14,7 @@ from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar.capture import Batch, LossFunction, capture
+from autopar.capture.attention import telling
 from autopar.capture.repeat import abridge
 from autopar.costs.arguments import AXES, FLAG, FUNCTION, LOSS, OPTIMIZER, SIZE, a, optional, require
 from autopar.costs.budget import DefaultBudget, naming_default, reserve_of
@@ -96,17 +97,17 @@ def program_to_plan(
     search = search or Search()
 
     def make(model: nn.Module) -> Program:
-        return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=fused)
-
-    # Random layouts, layers that are planned apart, and stages that begin at named modules need all of the blocks.
-    if search.recipe == "random" or not search.tie_layers or search.stage_modules:
-        return make(model)
+        with telling(say):
+            return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=fused)
 
     def say(text: str) -> None:
         logger.info("%s", text)
         if progress:
             progress(text, math.inf, 0.0)
 
+    # Random layouts, layers that are planned apart, and stages that begin at named modules need all of the blocks.
+    if search.recipe == "random" or not search.tie_layers or search.stage_modules:
+        return make(model)
     return abridge(model, make, search.layouts, say)
 
 

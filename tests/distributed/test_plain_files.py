@@ -40,7 +40,7 @@ def saved(rank: int, file: str, search: autopar.Search, sizes: tuple[int, ...]) 
     for i in range(2):
         step(parallel, optimizer, batch(i))
         step(plain, own, batch(i))
-    average = {n: p.detach() * 0.5 for n, p in parallel.named_parameters()} if "stages" not in search.pins else {}
+    average = {n: p.detach() * 0.5 for n, p in parallel.named_parameters()}
     made = {"model": parallel.state_dict(), "optimizer": optimizer.state_dict(), "at": [1, ("x", average)]}
     checkpoint.torch_save(made, file, parallel)
     found = torch.load(file)  # without pickled classes of anybody's: torch's default allows none

@@ -28,7 +28,8 @@ def gathered_values(checkpoint: Any, parameters: Iterable[torch.Tensor], context
     Returns:
         On the other ranks, the same with None in place of each DTensor: they need no room for whole tensors.
     """
-    return _gathered(checkpoint, _storages(parameters), context)
+    with torch.no_grad():
+        return _gathered(checkpoint, _storages(parameters), context)
 
 
 def _storages(parameters: Iterable[torch.Tensor]) -> dict[int, ParameterStorage]:
@@ -50,9 +51,11 @@ def _storages(parameters: Iterable[torch.Tensor]) -> dict[int, ParameterStorage]
 def _gathered(value: Any, storages: Mapping[int, ParameterStorage], context: MeshContext) -> Any:
     if isinstance(value, DTensor):
         storage = storages.get(id(value))
-        known = None if storage is None else (storage.type, storage.layout)
-        whole = full_tensor(savable(value.detach() if known is None else value, known, context))
-        return whole.detach().cpu().clone() if context.rank == 0 else None
+        if storage is None:  # a copy of a parameter, such as an average: of one stage, if the parameter is
+            whole = value.full_tensor()
+        else:
+            whole = full_tensor(savable(value, (storage.type, storage.layout), context))
+        return whole.cpu().clone() if context.rank == 0 else None
     if isinstance(value, Mapping):
         items = {k: _gathered(v, storages, context) for k, v in value.items()}
         # A state dict is an OrderedDict with its modules' versions as an attribute.
