@@ -1,7 +1,8 @@
 """Seconds until a script of examples/scripts has made its first step, and how many of its lines changed for that.
 
 Each script runs on one device as it is, on several Gloo processes with autopar, with and without a cached plan, and on
-as many with accelerate and FSDP2, by the lines in `ACCELERATE`. Wall seconds are from the start of the command to the
+as many by the lines in `OTHERS`: with FSDP2, and with accelerate, which has FSDP on GPUs only and takes
+`DistributedDataParallel` here. Wall seconds are from the start of the command to the
 line that the script prints about its first step, and CPU seconds those that all of its processes have used by then.
 
     python benchmarks/first_step.py --processes 4
@@ -35,23 +36,34 @@ WORDS = {
     "titan": ["--data", DATA, "--steps", "1", "--checkpoint-folder={}"],
 }
 
-PLUGIN = "FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy='transformer_based_wrap', "
-ACCELERATOR = (
-    f"accelerator = Accelerator(cpu=True, fsdp_plugin={PLUGIN}"
-    "transformer_cls_names_to_wrap=['Block'], cpu_ram_efficient_loading=False))"
-)
-IMPORT = (
-    "import torch\nfrom model",
-    "import torch\nfrom accelerate import Accelerator, FullyShardedDataParallelPlugin\nfrom model",
-)
+IMPORT = ("import torch\nfrom model", "import torch\nfrom accelerate import Accelerator\nfrom model")
 SETUP, SEED = 'ddp = int(os.environ.get("RANK", -1)) != -1\n', "torch.manual_seed(3407)\n"
 MADE = "        self.optimizer = model.configure_optimizers(config)\n"
 PREPARED = "        model, self.optimizer = config.accelerator.prepare(model, model.configure_optimizers(config))\n"
 CLIP, SAVE = "torch.nn.utils.clip_grad_norm_", 'torch.save(checkpoint, os.path.join(out_dir, "ckpt.pt"))'
-ACCELERATE = {
-    "nanogpt": [
+BEFORE_LAST = "micro_step == gradient_accumulation_steps - 1"
+FULL = "StateDictOptions(full_state_dict=True, cpu_offload=True)"
+WRAPPED = '    model = DDP(model, device_ids=[device] if device_type == "cuda" else None)\n'
+SHARDED = "for layer in [*model.transformer.h, model]:\n    fully_shard(layer)\n"
+WHOLE = f"dict(zip(('model', 'optimizer'), get_state_dict(model, optimizer, options={FULL})))"
+FSDP2, ACCELERATE = "FSDP2", "accelerate, DDP"
+OTHERS = {
+    ("nanogpt", FSDP2): [
+        ("from torch.nn.parallel import DistributedDataParallel as DDP\n",
+         "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict\n"
+         "from torch.distributed.fsdp import fully_shard\n"),
+        ("model.to(device)\n", f"model.to(device)\n{SHARDED}"),
+        (f"if ddp:\n{WRAPPED}", ""),
+        (f"model.require_backward_grad_sync = {BEFORE_LAST}", f"model.set_requires_gradient_sync({BEFORE_LAST})"),
+        ("raw_model = model.module if ddp else model", "raw_model = model"),
+        ("    if iter_num % eval_interval == 0 and master_process:", "    if iter_num % eval_interval == 0:"),
+        ('"model": raw_model.state_dict(),', f"**{WHOLE},"),
+        ('                    "optimizer": optimizer.state_dict(),\n', ""),
+        (SAVE, f"_ = master_process and {SAVE}"),
+    ],
+    ("nanogpt", ACCELERATE): [
         IMPORT,
-        (SETUP, f"ddp = False; {ACCELERATOR}\n"),
+        (SETUP, "ddp = False; accelerator = Accelerator(cpu=True)\n"),
         ("    seed_offset = 0\n", "    seed_offset = accelerator.process_index\n"),
         ("    ddp_world_size = 1\n", "    ddp_world_size = 1\n    batch_size //= accelerator.num_processes\n"),
         ("if compile:\n", "model, optimizer = accelerator.prepare(model, optimizer)\nif compile:\n"),
@@ -59,9 +71,9 @@ ACCELERATE = {
         (CLIP, "accelerator.clip_grad_norm_"),
         (SAVE, "accelerator.save_state(out_dir)"),
     ],
-    "mingpt": [
+    ("mingpt", ACCELERATE): [
         IMPORT,
-        (SEED, f"{SEED}{ACCELERATOR}\n"),
+        (SEED, f"{SEED}accelerator = Accelerator(cpu=True)\n"),
         ("batch_size=16", "batch_size=16 // accelerator.num_processes"),
         ("seed=3407", "seed=3407 + accelerator.process_index"),
         ("torch.save(checkpoint, ckpt_path)", "accelerator.save_state(args.work_dir)"),
@@ -70,17 +82,17 @@ ACCELERATE = {
         ("self.loss.backward()", "config.accelerator.backward(self.loss)"),
         (CLIP, "config.accelerator.clip_grad_norm_"),
     ],
-}
-"""For each style, what accelerate's FSDP2 needs to train and save: a text of a file, and what replaces it."""
+}  # fmt: skip
+"""For a style and another way: what it needs to train and save, a text of a file and what replaces it."""
 
 
-def copied(style: str, folder: Path) -> Path:
-    """The script with accelerate's lines in place of the plain ones."""
+def copied(style: str, way: str, folder: Path) -> Path:
+    """The script with the lines of another way in place of the plain ones."""
     shutil.copytree(SCRIPTS / style, folder)
-    for before, after in ACCELERATE[style]:
+    for before, after in OTHERS[style, way]:
         changed = [p for p in folder.glob("*.py") if p.name != "train_autopar.py" and before in p.read_text()]
         if len(changed) != 1:
-            raise RuntimeError(f"{style}: {before!r} is in {len(changed)} files; ACCELERATE is for other scripts")
+            raise RuntimeError(f"{style}: {before!r} is in {len(changed)} files; OTHERS is for other scripts")
         changed[0].write_text(changed[0].read_text().replace(before, after, 1))
     return folder
 
@@ -162,10 +174,13 @@ def measured(style: str, processes: int) -> list[dict[str, Any]]:
             ("autopar", run, SCRIPTS / style, plans),
             ("autopar, plan cached", run, SCRIPTS / style, plans),
         ]
-        if style in ACCELERATE:
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-            accelerated = copied(style, folder / "accelerate")
-            ways.append(("accelerate, FSDP2", [sys.executable, *launcher, "train.py", *words], accelerated, {}))
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        more = [f"--gradient_accumulation_steps={processes}"]  # of which FSDP2's script gives each process its part
+        for way in (FSDP2, ACCELERATE):
+            if (style, way) in OTHERS:
+                where = copied(style, way, folder / way)
+                given = [*words, *(more if way == FSDP2 else [])]
+                ways.append((way, [sys.executable, *launcher, "train.py", *given], where, {}))
         for way, command, where, variables in ways:
             wall, used = first_step(command, where, variables)
             lines = 0 if way == "one device" else changed_lines(style, where)

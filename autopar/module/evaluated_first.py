@@ -32,7 +32,7 @@ def decide_for_training(session: Session, request: Request) -> None:
     if torch.is_grad_enabled() or not optimizers_of(model.parameters()):
         return
     try:
-        with torch.enable_grad(), _training(model):
+        with torch.inference_mode(False), torch.enable_grad(), _training(model):
             session.specialize_request(request)
     except RankError:
         raise
