@@ -11,7 +11,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv links demo test test-deep test-models lint format bench
+.PHONY: help .venv links demo test test-deep test-models lint format bench docs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +56,15 @@ lint: .venv links ## ruff, formatting and mypy, changing nothing
 format: .venv ## rewrite the sources with ruff's fixes and formatting
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
+
+# Of its own: what builds the site must not touch what autopar runs with.
+.venv/.docs: .venv/.stamp constraints-docs.txt
+	$(PYTHON) -m venv .venv/docs
+	.venv/docs/bin/python -m pip --disable-pip-version-check install -q -r constraints-docs.txt
+	@touch $@
+
+docs: .venv/.docs ## the documentation as a site, in build/site/index.html
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict
 
 bench: .venv ## run every benchmark
 	@for file in $(wildcard benchmarks/*.py); do echo "== $$file"; .venv/bin/python $$file || exit 1; done

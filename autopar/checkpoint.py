@@ -35,6 +35,7 @@ from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.checkpoint import folders, generators
 from autopar.runtime.checkpoint.manifest import STATEFUL, Manifest, as_own, described, put_together, taken_apart
 from autopar.runtime.checkpoint.tensors import WRITING, group_of, read_into, result_of, start_writing
+from autopar.runtime.checkpoint.whole import gathered_values, write_file
 from autopar.runtime.dtensor import full_tensor, in_layout, redistribute
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.state_dict import savable
@@ -429,6 +430,30 @@ def load_full_optimizer_state_dict(
                     for k, v in taken[number].items()
                 }
         optimizer.load_state_dict({**state, "state": taken})
+
+
+def torch_save(checkpoint: Any, path: str | Path, model: ParallelModule) -> None:
+    """`torch.save` of what one device would have, for scripts that write a file of their own; every rank calls it.
+
+    Rank 0 writes, with a whole tensor for each of those on the mesh, for which its host must have room; the file
+    replaces an older one when all of it is on the disk. It is loaded as on one device: ``model.load_state_dict`` and
+    ``optimizer.load_state_dict`` take whole tensors, before `autopar.parallelize` and after.
+
+    Args:
+        checkpoint: anything that `torch.save` takes, with ``model.state_dict()`` and ``optimizer.state_dict()`` in any
+            dicts, lists and tuples; of the same structure on every rank.
+        path: of the file.
+        model: whose parameters, and whose optimizers' state, are in ``checkpoint``.
+
+    Raises:
+        ValueError: an argument is wrong.
+        OSError: rank 0 cannot write the file; on every rank.
+    """
+    require(path=(path, PATH), model=(model, PARALLEL))
+    context = model._autopar.context
+    with model._autopar.together("checkpoint.torch_save()"):
+        whole_values = gathered_values(checkpoint, model.parameters(), context)
+    context.decide(lambda: write_file(whole_values, Path(path)), "checkpoint.torch_save()")
 
 
 def _shape(value: Any) -> torch.Size | None:

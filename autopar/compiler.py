@@ -14,6 +14,7 @@ from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar.capture import Batch, LossFunction, capture
+from autopar.capture.attention import telling
 from autopar.capture.repeat import abridge
 from autopar.costs.arguments import AXES, FLAG, FUNCTION, LOSS, OPTIMIZER, SIZE, a, optional, require
 from autopar.costs.budget import DefaultBudget, naming_default, reserve_of
@@ -35,7 +36,7 @@ from autopar.pipeline.custom_schedule import as_text
 from autopar.search import cache
 from autopar.search.flat import best_flat
 from autopar.search.formulation.local_axes import Axes, require_rows, worker_count
-from autopar.search.formulation.pins import Restrictions
+from autopar.search.formulation.pins import Restrictions, check_names
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
 from autopar.search.peak import peak_of as peak_of
@@ -96,17 +97,17 @@ def program_to_plan(
     search = search or Search()
 
     def make(model: nn.Module) -> Program:
-        return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=fused)
-
-    # Random layouts, layers that are planned apart, and stages that begin at named modules need all of the blocks.
-    if search.recipe == "random" or not search.tie_layers or search.stage_modules:
-        return make(model)
+        with telling(say):
+            return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=fused)
 
     def say(text: str) -> None:
         logger.info("%s", text)
         if progress:
             progress(text, math.inf, 0.0)
 
+    # Random layouts, layers that are planned apart, and stages that begin at named modules need all of the blocks.
+    if search.recipe == "random" or not search.tie_layers or search.stage_modules:
+        return make(model)
     return abridge(model, make, search.layouts, say)
 
 
@@ -153,7 +154,7 @@ def solve(
         dims = analyze(program)
         kind = f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}, fused {program.fused}"
         file = cache.file_of(program, dims, job, kind)
-        if file is not None and (known := cache.load(file, program, job)) is not None:
+        if file is not None and (known := cache.load(file, program, job, dims)) is not None:
             job.progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
         plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
@@ -238,6 +239,9 @@ def check_planning(
     )
     if loss is not None and loss_fn is not None:
         raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
+    if search is not None:
+        named = (name for name, _ in model.named_parameters(remove_duplicate=False))
+        check_names(search.layouts, named, (name for name, _ in model.named_modules(remove_duplicate=False)))
     if batch is not None:
         binding.passed(batch)
 

@@ -27,6 +27,7 @@ from autopar.module.lengths import Lengths, lengths_kind, plan_ahead
 from autopar.module.metrics import watch
 from autopar.module.parallel_module import ParallelModule, parallel_module
 from autopar.module.progress import INTERVAL, Spoken, print_metrics
+from autopar.module.whole_outputs import gather_outputs_without_loss
 from autopar.runtime.compiled.backend import Compile, backend_of, no_backend
 from autopar.runtime.compiled.compiler import Compiler
 from autopar.runtime.compiled.interpreter import Interpreter
@@ -51,6 +52,7 @@ def parallelize(
     loss_fn: LossFunction | None = None,
     loss: Loss = None,
     inputs: str = "global",
+    outputs: str = "sharded",
     memory: str | float | None = None,
     optimizer: str = "adamw",
     precision: Precision | str | torch.dtype | None = None,
@@ -81,6 +83,9 @@ def parallelize(
         inputs: ``"global"``: each rank passes the whole batch, and its part is sliced; ``"local"``: its own rows,
             see ``data_rank`` and ``data_world_size``. DTensors carry their own layout. Of a ``"global"`` batch workers
             that train apart (role ``local``) take their rows first.
+        outputs: ``"sharded"``: tensors of the output that are no scalars are DTensors. ``"whole"``: each is gathered on
+            every rank, with its gradient, where there is no scalar among the outputs: for a loss that is computed from
+            them outside of the model.
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less what
             `autopar.costs.budget` sets aside for the context, communicators, workspaces and fragments.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
@@ -116,6 +121,7 @@ def parallelize(
     require(
         mesh=(mesh, optional(a(DeviceMesh, "a torch.distributed.DeviceMesh"))),
         inputs=(inputs, a(str, '"global" (ranks pass the whole batch) or "local" (their part)')),
+        outputs=(outputs, a(str, '"sharded" (DTensors) or "whole" (plain tensors, gathered)')),
         deterministic=(deterministic, FLAG),
         cluster=(cluster, optional(a((Cluster, str, Path), "a Cluster, a preset's name or a TOML file"))),
         plan=(plan, optional(a((Plan, str, Path), "a Plan or its file"))),
@@ -127,7 +133,7 @@ def parallelize(
     )
     if lengths is not None and batch is None:
         raise ValueError("lengths= needs batch=, an example whose sequences are brought to these lengths: pass it")
-    _check_arguments(model, inputs)
+    _check_arguments(model, inputs, outputs)
     if mesh is not None and search is not None and plan is None:
         search.require_axes(dict(axes_of(mesh)))
     policy = Precision.resolve(precision)
@@ -157,6 +163,8 @@ def parallelize(
     )  # fmt: skip
     distribute_parameters(model, context)
     parallel = parallel_module(model, context, options, init)
+    if outputs == "whole":
+        gather_outputs_without_loss(parallel)
     if speaks and is_told():
         watch(parallel, print_metrics, seconds=INTERVAL)
     if batch is not None:
@@ -166,13 +174,17 @@ def parallelize(
     return parallel
 
 
-def _check_arguments(model: nn.Module, inputs: str) -> None:
+def _check_arguments(model: nn.Module, inputs: str, outputs: str) -> None:
     if isinstance(model, ParallelModule):
         raise ValueError("the model is parallelized already; pass the original to parallelize")
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
     if inputs not in ("global", "local"):
         raise ValueError(f'inputs={inputs!r}: expected "global" (ranks pass the whole batch) or "local" (their part)')
+    if outputs not in ("sharded", "whole"):
+        raise ValueError(f'outputs={outputs!r}: expected "sharded" (DTensors) or "whole" (plain tensors, gathered)')
+    if outputs == "whole" and inputs == "local":
+        raise ValueError('outputs="whole" is the whole batch\'s, and inputs="local" is a part: pass inputs="global"')
     refuse_scripted(model)
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:

@@ -66,6 +66,7 @@ OF_PARALLELIZE: dict[str, list[Any]] = {
     name: values for name, values in OF_PLAN.items() if name not in ("axes", "progress", "batch", "cluster")
 } | {
     "batch": NO_BATCH, "mesh": ["cpu", 2, {"a": 2}, (2, 2), Awkward()], "inputs": ["locals", "", 1, None, True, []],
+    "outputs": ["full", "", 1, None, True, []],
     "deterministic": [None, *NO_FLAG], "check": [None, *NO_FLAG], "cluster": ["", "h10", 1, [], "a\0b", Awkward()],
     "plan": [1, [], {}, True, Awkward()], "timeout": [0, None, INF, *NO_NUMBER], "init": [1, [], {}, "", True, "a\0b"],
     "compile": ["fast", 1, [], {}, NAN],
@@ -187,6 +188,8 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
         ("checkpoint.save", checkpoint.save, {"folder": "x", "model": module}, save),
         ("checkpoint.load", checkpoint.load, {"folder": "x", "model": module}, {
             **state, "folder": [None, *NO_PATH], "sampler": [1, None, {}]}),
+        ("checkpoint.torch_save", checkpoint.torch_save, {"checkpoint": {}, "path": "x", "model": module}, {
+            "path": [None, *NO_PATH], "model": NO_MODEL}),
         ("checkpoint.state_dict", checkpoint.state_dict, {"model": module}, state),
         ("checkpoint.load_state_dict", checkpoint.load_state_dict,
          {"model": module, "optimizer": None, "state": {}}, {**state, "state": [1, None, [], "x"]}),
@@ -250,7 +253,7 @@ def test_bad_arguments_are_refused_by_name_before_any_work(parallel: Parallel, n
 
 def test_every_argument_is_in_the_table(parallel: Parallel) -> None:
     """Of functions that take several: one that is added needs bad values here."""
-    free = {"stateful", "extra", "sampler", "dtype"}  # extra: whatever can be saved without pickle
+    free = {"stateful", "extra", "checkpoint", "sampler", "dtype"}  # extra, checkpoint: whatever can be saved
     for name, function, _, table in of(parallel):
         if name in ("pins", "stages", "Device", "Link", "Rule", "Plan.check", "Spec") or name.startswith("rule"):
             continue

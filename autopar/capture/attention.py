@@ -18,7 +18,9 @@ After::
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import reduce
 from typing import Any
 from unittest.mock import patch
@@ -279,6 +281,19 @@ def _is_whole(node: fx.Node) -> bool:
     return bool(node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape)
 
 
+_told: ContextVar[Callable[[str], None] | None] = ContextVar("told", default=None)
+
+
+@contextmanager
+def telling(progress: Callable[[str], None]) -> Iterator[None]:
+    """Whatever within takes long says so: to look at a mask of 131,072 tokens takes half a minute."""
+    token = _told.set(progress)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
 class _Known:
     """Values of a graph's nodes that no input has a part in.
 
@@ -302,6 +317,8 @@ class _Known:
         """The same of a mask that is too large to be made, some rows at a time."""
         if not LARGEST < queries * keys <= LARGEST_IN_BANDS or tuple(mask.meta["val"].shape[-2:]) != (queries, keys):
             return None
+        if (progress := _told.get()) is not None:
+            progress(f"looking at an attention mask of {queries:,} x {keys:,}")
         kinds = {"none", "later"} if queries == keys else {"none"}
         rows = max(1, BAND // keys)
         for first in range(0, queries, rows):

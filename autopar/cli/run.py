@@ -34,6 +34,7 @@ def run_command(
         float, typer.Option(metavar="SECONDS", help="How long processes wait for the others to start.")
     ] = 600.0,
     restarts: Annotated[int, typer.Option(metavar="N", help="Start anew so often after a failure.", min=0)] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the first process of a node prints.")] = False,
     is_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -57,7 +58,7 @@ def run_command(
         from autopar.runtime.launch.agent import Launch, launch
 
         code = launch(
-            Launch(processes, nnodes, sizes, rendezvous, name if nnodes > 1 else "", timeout, restarts, backend),
+            Launch(processes, nnodes, sizes, rendezvous, name if nnodes > 1 else "", timeout, restarts, backend, quiet),
             script,
             arguments or [],
             is_module=is_module,

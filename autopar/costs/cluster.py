@@ -173,8 +173,9 @@ class Cluster:
         Raises:
             ValueError: a size is not a positive integer.
 
-        >>> [link.name for link in Cluster.preset("h100").link_for({"node": 32, "gpu": 8})]
-        ['InfiniBand NDR', 'NVLink 4']
+        Examples:
+            >>> [link.name for link in Cluster.preset("h100").link_for({"node": 32, "gpu": 8})]
+            ['InfiniBand NDR', 'NVLink 4']
         """
         require(axis_sizes=(axis_sizes, a(Mapping, "the size of each axis by its name, such as {'gpu': 8}")))
         for name, size in axis_sizes.items():

@@ -24,6 +24,7 @@ from autopar.ir.ops.random import derive_seed, step_seed
 from autopar.ir.plan import Plan
 from autopar.ir.signature import binding, pytree
 from autopar.module.check_first import check_first
+from autopar.module.evaluated_first import decide_for_training
 from autopar.module.metrics import Meter
 from autopar.module.specialization_cache import SpecializationCache
 from autopar.module.worker_batch import compare_among_workers, own_part, split_among
@@ -111,6 +112,8 @@ class Session:
         whole, tensors = tensors, own_part(tensors, self.context, self.options.inputs)
         self.slots.inventory()  # of now: what follows asks for it until the user's code may have run
         request = self._request(tensors, skeleton, split_among(whole, self.context, self.options.inputs))
+        if self.first is None:
+            decide_for_training(self, request)
         key = self._key(request)
         self._refuse_foreign_parameters()
         # All ranks agree on the call first: one that has no graph for it would wait, in capturing, for those that have.

@@ -32,10 +32,11 @@ from autopar.ir.program import Program
 from autopar.rules.rule import Rule
 from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.budget.lagrangian import fits
+from autopar.search.formulation.pins import require_pinned
 from autopar.search.options import Job
 from autopar.search.pipeline.space import is_split_for_stages
 from autopar.search.recost import differences, recosted
-from autopar.sharding.dims import Dims
+from autopar.sharding.dims import Dims, analyze
 
 logger = logging.getLogger("autopar")
 
@@ -130,13 +131,14 @@ def _distrusted(where: Path) -> str | None:
     return None
 
 
-def load(file: Path, program: Program, job: Job) -> Plan | None:
+def load(file: Path, program: Program, job: Job, dims: Dims | None = None) -> Plan | None:
     """The plan of a file, costed anew; None where there is none, or none that can be used, which is logged.
 
     Args:
         file: from `file_of`.
         program: which the plan must be for.
         job: what is searched for.
+        dims: the program's dimension analysis; made if it is needed.
     """
     try:
         text = read_text(file, MOST_BYTES, follow=False)
@@ -148,6 +150,7 @@ def load(file: Path, program: Program, job: Job) -> Plan | None:
     try:
         plan = Plan.from_dict(json.loads(text))
         _require_same(plan, program, job)
+        _require_pinned(plan, program, job, dims)
         found = recosted(program, plan, deterministic=job.deterministic)
         if (wrong := next(differences(plan, found), None)) is not None:
             raise PlanError(f"it does not cost what it says: {wrong}")
@@ -177,6 +180,17 @@ def _require_same(plan: Plan, program: Program, job: Job) -> None:
     ):
         if not same:
             raise PlanError(f"it is of another {what}")
+
+
+def _require_pinned(plan: Plan, program: Program, job: Job, dims: Dims | None) -> None:
+    """Refuse a plan that is not as the pins say."""
+    count = job.search.microbatches
+    if count is not None and plan.microbatches != count:
+        raise PlanError(f"it is of {plan.microbatches} microbatches, and {count} are asked for")
+    pins = job.search.layouts
+    # The axis of its stages may be no axis of the mesh.
+    if plan.pipeline is None and (pins or job.restrictions.layouts):
+        require_pinned(plan, program, dims or analyze(program), pins, job.axes, job.restrictions)
 
 
 def store(file: Path, plan: Plan) -> None:

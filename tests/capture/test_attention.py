@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import autopar
 from autopar.capture import capture
-from autopar.capture.attention import hidden
+from autopar.capture.attention import hidden, telling
 from autopar.compiler import program_of, rewrite, solve
 from autopar.search.options import Search
 from autopar.verify.verify import compare, global_values, verify
@@ -141,8 +141,11 @@ def test_large_masks_are_looked_at_in_bands(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.setattr("autopar.capture.attention.LARGEST", TOKENS**2 - 1)
     monkeypatch.setattr("autopar.capture.attention.BAND", rows * TOKENS)
     known = {**CAUSAL, "none": lambda x, m: positions()[0] + positions()[1] >= 0}
-    node = kernel(Attention({**known, **OTHERS}[name]))
+    said: list[str] = []
+    with telling(said.append):
+        node = kernel(Attention({**known, **OTHERS}[name]))
     if name in known:
+        assert set(said) == {f"looking at an attention mask of {TOKENS} x {TOKENS}"}
         assert node.args[3:] == (None, None, 0.0, name != "none", None)
     else:
         assert isinstance(node.args[3], fx.Node)

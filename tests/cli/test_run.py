@@ -261,3 +261,20 @@ def test_axes_follow_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         assert axes_of_run(world, "cuda") == axes
+
+
+@pytest.mark.parametrize(("rank", "quiet", "heard"), [("1", "1", False), ("0", "1", True), ("1", "0", True)])
+def test_only_the_first_process_prints(rank: str, quiet: str, heard: bool, tmp_path: Path) -> None:
+    lines = ("import os, sys", 'print("said")', 'print("warned", file=sys.stderr)', 'os.write(1, b"written")')
+    script = "\n".join((*lines, 'raise ValueError("no")\n'))
+    (tmp_path / "x.py").write_text(script)
+    words = [sys.executable, "-m", "autopar.runtime.launch.script", "x.py"]
+    own = {"RANK": rank, "LOCAL_RANK": rank, "AUTOPAR_QUIET": quiet, "AUTOPAR_FAILURES": str(tmp_path)}
+    done = subprocess.run(
+        words, cwd=tmp_path, env={**environment(), **own}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    found = ("said" in done.stdout, "written" in done.stdout, "warned" in done.stderr)
+    assert found == (heard,) * 3 and bool(done.stdout) == heard
+    (failed,) = tmp_path.glob("*.json")
+    assert "ValueError: no" in json.loads(failed.read_text())["text"]  # which the launcher prints

@@ -241,6 +241,20 @@ def test_a_damaged_file_is_searched_again(
     assert len(searches) == 1
 
 
+@pytest.mark.parametrize("pins", [{"up.weight": ("R", "S(1)")}, {"batch.0": ("R", "R")}, {"up": ("R", "S(1)")}])
+def test_a_plan_that_is_not_as_pinned_is_searched_again(
+    pins: dict[str, Any], kept: Path, searches: list[Search], caplog: pytest.LogCaptureFixture
+) -> None:
+    pinned, other = planned(search=Search(pins=pins)), planned(search=Search(cache=False, recipe="ddp"))
+    (file,) = kept.iterdir()
+    assert planned(search=Search(pins=pins)) == pinned  # which is read
+    assert "searched again" not in caplog.text
+    other.save(file)
+    searches.clear()
+    assert planned(search=Search(pins=pins)) == pinned
+    assert len(searches) >= 1 and re.search(r"searched again: .*PlanError: .*pinned", caplog.text)
+
+
 def test_a_folder_that_cannot_be_written_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

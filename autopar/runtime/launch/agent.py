@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from autopar.runtime.launch.environment import AXES, BACKEND, FAILURES, PROGRESS, TIMEOUT
+from autopar.runtime.launch.environment import AXES, BACKEND, FAILURES, PROGRESS, QUIET, TIMEOUT
 from autopar.runtime.launch.script import MODULE
 
 LOCAL = "localhost:0"
@@ -36,6 +36,7 @@ class Launch:
         timeout: seconds that a process waits for the others to start.
         restarts: how often all processes are started anew after one failed.
         backend: of `autopar.mesh`; None: by the devices.
+        quiet: of this node's processes only the first prints; why one fails is said all the same.
     """
 
     processes: int
@@ -46,6 +47,7 @@ class Launch:
     timeout: float = 600.0
     restarts: int = 0
     backend: str | None = None
+    quiet: bool = False
 
 
 def launch(wanted: Launch, script: str, arguments: Sequence[str], *, is_module: bool = False, told: bool = True) -> int:
@@ -137,6 +139,7 @@ def _environment(launch: Launch, folder: str, told: bool) -> Iterator[None]:
         FAILURES: folder,
         PROGRESS: "1" if told else "0",
         TIMEOUT: str(launch.timeout),
+        QUIET: "1" if launch.quiet else "0",
         # The agent's store has no prefix for each attempt: processes that are restarted would meet those of before.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }

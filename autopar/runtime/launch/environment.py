@@ -18,6 +18,9 @@ FAILURES = "AUTOPAR_FAILURES"
 PROGRESS = "AUTOPAR_PROGRESS"
 """Whether rank 0 prints a line for each phase, the plan, and how fast the training is."""
 
+QUIET = "AUTOPAR_QUIET"
+"""Whether processes of a node but the first print nothing."""
+
 TIMEOUT = "AUTOPAR_TIMEOUT"
 """Seconds that a process waits for the others to start."""
 

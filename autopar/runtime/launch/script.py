@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from autopar.runtime.launch.environment import FAILURES
+from autopar.runtime.launch.environment import FAILURES, QUIET
 
 MODULE = "-m"
 """First argument where the second is the name of a module and not a file."""
@@ -25,6 +25,8 @@ def main(arguments: list[str]) -> int:
     is_module = arguments[0] == MODULE
     name, rest = arguments[is_module], arguments[is_module + 1 :]
     sys.argv = [name, *rest]
+    if os.environ.get(QUIET) == "1" and os.environ.get("LOCAL_RANK", "0") != "0":
+        _print_nothing()
     # `python -m` has put the current folder first, where `python script.py` has the script's.
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if is_module else str(Path(name).resolve().parent)
@@ -45,6 +47,13 @@ def main(arguments: list[str]) -> int:
         )
         return 1
     return 0
+
+
+def _print_nothing() -> None:
+    """Drop what Python prints, and what libraries write to stdout; a crash of C code may still say why on stderr."""
+    nothing = open(os.devnull, "w")
+    os.dup2(nothing.fileno(), 1)
+    sys.stdout = sys.stderr = nothing
 
 
 def _left(end: SystemExit) -> int:

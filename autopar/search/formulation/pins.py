@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import Value
 from autopar.ir.layout import (
     Layout,
@@ -23,12 +23,16 @@ from autopar.ir.layout import (
     parse_placement,
 )
 from autopar.ir.module_outputs import find_module_outputs, module_outputs, placement_in
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 
 Pinned = tuple[Placement | None, ...]
 """A layout that is decided, None on axes that are open."""
+
+MOST_BATCH = 100
+"""Tensors of a batch, or results, that a pin may be for before the model is captured."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,7 @@ def read_pins(
         found = _tensors(named, pattern)
         wanted, sizes = read_layout(pattern, value, tuple(axes)), tuple(axes.values())
         if not found and not _modules(program, pattern):
-            some, modules = ", ".join(map(_pin_name, list(named)[:6])), ", ".join(list(module_outputs(program))[:6])
-            raise ValueError(
-                f"pin {pattern!r} names no parameter, batch.N, result.N or module of the model; there are {some}, ...; "
-                f"and modules {modules}, ..."
-            )
+            raise ValueError(_names_nothing(pattern, list(map(_pin_name, named)), list(module_outputs(program))))
         for key in found:
             type_ = named[key]
             # Open axes count as replicated: only what is pinned is checked here.
@@ -104,6 +104,70 @@ def read_pins(
                 )
             layouts[key] = wanted
     return replace(restrictions, layouts=layouts)
+
+
+def check_names(patterns: Iterable[str], parameters: Iterable[str], modules: Iterable[str]) -> None:
+    """Refuse pins that name nothing, before the model is captured; batch tensors and results are not known yet.
+
+    Args:
+        patterns: of the pins that are layouts.
+        parameters: names of the model's.
+        modules: likewise.
+
+    Raises:
+        ValueError: names the pin and what there is.
+    """
+    own, inner = list(parameters), [name for name in modules if name]
+    for pattern in patterns:
+        names = (*own, *(f"{kind}.{i}" for kind in ("batch", "result") for i in range(MOST_BATCH)))
+        output = pattern.partition(":")[0]
+        if not any(fnmatchcase(n, pattern) for n in names) and not any(fnmatchcase(n, output) for n in inner):
+            raise ValueError(_names_nothing(pattern, own, inner))
+
+
+def _names_nothing(pattern: str, tensors: Sequence[str], modules: Sequence[str]) -> str:
+    some = [f"{', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" for names in (tensors, modules)]
+    return (
+        f"pin {pattern!r} names no parameter, batch.N, result.N or module of the model; there are {some[0]}; and "
+        f"modules {some[1] or 'none'}"
+    )
+
+
+def require_pinned(
+    plan: Plan,
+    program: Program,
+    dims: Dims,
+    pins: Mapping[str, Any],
+    axes: Mapping[str, int],
+    restrictions: Restrictions,
+) -> None:
+    """Refuse a plan whose layouts are not those that are asked for.
+
+    Args:
+        plan: for these axes, without stages.
+        program: of the whole batch.
+        dims: its dimension analysis.
+        pins: as for `read_pins`.
+        axes: name and size of each mesh axis.
+        restrictions: what holds besides.
+
+    Raises:
+        PlanError: names the first tensor.
+    """
+    layouts = {"parameter": plan.parameters, "batch": plan.batch, "result": plan.results}
+    if plan.microbatches > 1:  # the rows of one are other factors
+        del layouts["batch"], layouts["result"]
+    for (kind, name), wanted in read_pins(program, dims, pins, axes, restrictions).layouts.items():
+        own = layouts.get(kind, {}).get(name)
+        if own is not None and any(p is not None and p != q for p, q in zip(wanted, own, strict=True)):
+            pinned = ", ".join("open" if p is None else str(p) for p in wanted)
+            raise PlanError(
+                f"{_pin_name((kind, name))} is ({', '.join(map(str, own))}) in it, and pinned to ({pinned})"
+            )
+    named = _pinnable(program, dims)
+    modules = [pattern for pattern in pins if not _tensors(named, pattern)]
+    if modules and not plan.forced_consumer_layouts:
+        raise PlanError(f"it has no pinned output of a module, and {modules[0]!r} is pinned")
 
 
 def pin_modules(

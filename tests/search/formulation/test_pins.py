@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.tensor as dt
 
 import autopar
@@ -88,6 +89,20 @@ def test_results_can_be_pinned() -> None:
 def test_errors_name_the_pin(pins: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pinned(pins)
+
+
+def test_names_are_looked_up_before_the_model_is_captured() -> None:
+    class Never(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("captured")
+
+    model, batch = torch.nn.Sequential(Never(4, 4), torch.nn.ReLU()), (torch.randn(2, 4),)
+    for name in ("0.wieght", "*.weights", "batch", "2", "*.0.bias"):
+        with pytest.raises(ValueError, match=r"names no parameter.*there are 0\.weight, 0\.bias; and modules 0, 1"):
+            autopar.plan(model, batch, cluster="cpu", axes={"a": 2}, search=autopar.Search(pins={name: "R"}))
+    for name in ("0.weight", "*.bias", "batch.0", "b*", "*.0", "result.3", "1", "1:0", "[01]"):
+        with pytest.raises(Exception, match="captured"):
+            autopar.plan(model, batch, cluster="cpu", axes={"a": 2}, search=autopar.Search(pins={name: "R"}))
 
 
 def test_torch_partial_is_an_error() -> None:
