@@ -180,7 +180,11 @@ class ParallelModule(nn.Module):
         session = self._autopar
         session.require_values()
         with session.together("full_state_dict()"):
-            return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True), session.types(), session.context)
+            return gathered(self._own_tensors(), session.types(), session.context)
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        """As they are on this rank, by original name."""
+        return dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take values from plain full tensors; every rank keeps its part.
@@ -189,7 +193,7 @@ class ParallelModule(nn.Module):
             AutoparError: names are missing or unexpected, or a shape differs; nothing is changed then.
         """
         require(state=(state, a(Mapping, "a state dict: tensors by name")))
-        session, own = self._autopar, dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
+        session, own = self._autopar, self._own_tensors()
         with session.context.during("load_full_state_dict()", in_step=False):
             load_full(self, own, state, session.context, session.types())
 
