@@ -18,7 +18,8 @@ from autopar.compiler import BATCH, rewrite
 from autopar.costs.arguments import TEXT, a, require
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
-from autopar.module.copies import GENERATING, RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
+from autopar.module.copies import RESIZING, SAVING, deep_copy, refuse_pickling, refuse_resizing, save, shallow_copy
+from autopar.module.generate import GENERATING, generate
 from autopar.module.session import Session
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.pad_dims import pad_dims
@@ -269,7 +270,11 @@ def _own_method(name: str) -> Callable[..., Any]:
 
     def method(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         found = getattr(self._autopar.original, name)
-        return (found if self._autopar.context.mesh is None else on_a_mesh(self, name, found))(*args, **kwargs)
+        if self._autopar.context.mesh is None:
+            return found(*args, **kwargs)
+        if name in RESIZING:
+            refuse_resizing(name)
+        return (generate if name in GENERATING else save)(self, name, found, *args, **kwargs)
 
     method.__name__ = name
     return method
