@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ from torch import nn
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import gpt2, llama, token_batch
-
-pytestmark = [pytest.mark.distributed, pytest.mark.deep]  # tests/distributed/test_checkpoint_files.py has a quick one
 
 
 def mixtral() -> nn.Module:
@@ -70,6 +69,8 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.deep
+@pytest.mark.distributed
 @pytest.mark.parametrize("case", MODELS)
 def test_from_pretrained_reads_what_ranks_write(four: Ranks, tmp_path: Path, case: str) -> None:
     from transformers import AutoModelForCausalLM
@@ -93,3 +94,51 @@ def test_from_pretrained_reads_what_ranks_write(four: Ranks, tmp_path: Path, cas
     assert read.dtype == expected.dtype
     state = read.state_dict()
     assert all(torch.equal(state[n], t) for n, t in expected.state_dict().items())
+
+
+def on_one(model: nn.Module) -> Any:
+    from autopar.parallelize import parallelize
+
+    return parallelize(model, None)
+
+
+@pytest.mark.parametrize("build", [lambda: llama(tie=True, layers=1), mixtral])
+def test_one_device_writes_the_same(build: Any, tmp_path: Path) -> None:
+    from autopar import checkpoint
+
+    model = build()
+    model.save_pretrained(tmp_path / "by transformers")
+    checkpoint.export_safetensors(tmp_path / "own", on_one(model), max_shard_size=SMALL)
+    own, theirs = tensors_in(tmp_path / "own"), tensors_in(tmp_path / "by transformers")
+    assert own.keys() == theirs.keys() and all(torch.equal(own[n], t) for n, t in theirs.items())
+    sizes = [path.stat().st_size for path in (tmp_path / "own").glob("*.safetensors")]
+    assert len(sizes) > 2 and min(sizes) < SMALL
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar import checkpoint
+
+    left = tmp_path / "model.0a1b2c3d.partial"
+    left.mkdir()  # by a writer that was killed
+    written: list[int] = []
+
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        written.append(offset)
+        return write(descriptor, data, offset)
+
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.export_safetensors(tmp_path / "model", on_one(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dtype_that_files_do_not_have(tmp_path: Path) -> None:
+    from autopar import checkpoint
+
+    model = nn.Linear(2, 2)
+    model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(ValueError, match=r"'phases' is of torch\.complex128"):
+        checkpoint.export_safetensors(tmp_path / "model", on_one(model))
