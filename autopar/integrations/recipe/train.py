@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-import autopar
 from autopar import checkpoint
 from autopar.integrations.recipe.data import batches, called, function
 from autopar.integrations.recipe.schema import Model, Optimizer, Recipe, Schedule
 from autopar.module.metrics import Metrics, watch
 from autopar.module.parallel_module import ParallelModule
+from autopar.parallelize import parallelize
 from autopar.runtime.launch.environment import AXES
 from autopar.runtime.launch.mesh import mesh
+from autopar.search.options import Search
 
 
 def train(recipe: Recipe) -> ParallelModule:
@@ -32,13 +33,13 @@ def train(recipe: Recipe) -> ParallelModule:
     """
     torch.manual_seed(recipe.seed)
     wanted = recipe.mesh
-    search = autopar.Search(recipe=wanted.recipe, roles=wanted.roles, pins=wanted.pins)
+    search = Search(recipe=wanted.recipe, roles=wanted.roles, pins=wanted.pins)
     # The launcher has taken the recipe's axes over, or others that were given to it.
     axes = None if os.environ.get(AXES) else wanted.axes or None
     devices = mesh(axes, device=wanted.device)
     loss = None if recipe.model.loss is None else function(recipe.model.loss, "model.loss")
     kind = wanted.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = autopar.parallelize(
+    model = parallelize(
         _model(recipe.model).to(kind), devices, _batch(next(batches(recipe.data, recipe.seed, 0))), loss_fn=loss,
         memory=wanted.memory, optimizer=_counted(recipe.optimizer), precision=recipe.model.precision,
         cluster=wanted.cluster, search=search, compile=wanted.compile or None,
