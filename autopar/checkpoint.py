@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.costs.arguments import FLAG, PATH, Kind, a, optional, require, whole
+from autopar.costs.arguments import FLAG, PATH, SIZE, Kind, a, optional, require, whole
+from autopar.costs.memory import parse_bytes
 from autopar.costs.read_file import read_text
 from autopar.errors import AutoparError
 from autopar.low_communication.local_steps import LocalSteps
@@ -34,10 +35,13 @@ from autopar.low_communication.worker_folders import common_checkpoint, worker_f
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.checkpoint import folders, generators
 from autopar.runtime.checkpoint.manifest import STATEFUL, Manifest, as_own, described, put_together, taken_apart
+from autopar.runtime.checkpoint.pretrained_names import file_tensors, numbers
+from autopar.runtime.checkpoint.safetensors_files import Source, files_of, write_files
 from autopar.runtime.checkpoint.tensors import WRITING, group_of, read_into, result_of, start_writing
 from autopar.runtime.checkpoint.whole import gathered_values, write_file
 from autopar.runtime.dtensor import full_tensor, in_layout, redistribute
 from autopar.runtime.mesh import MeshContext
+from autopar.runtime.state.parameters import gathered
 from autopar.runtime.state.state_dict import savable
 from autopar.runtime.state.storage import storage_of
 
@@ -293,6 +297,62 @@ def _publish(written: Future[Any], published: Future[Path], root: Path, name: st
     with contextlib.suppress(OSError):  # what could not be deleted is no loss
         folders.prune(root, keep, name)
     published.set_result(folder)
+
+
+def export_safetensors(
+    folder: str | Path,
+    model: ParallelModule,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str | int = "5GB",
+) -> Path:
+    """Write the model as files that Hugging Face's ``from_pretrained`` reads; every rank calls it.
+
+    Tensors are whole, under the names of the original model; a model of transformers has the names of its own files, of
+    tied tensors one. Each rank writes files of its own, and its host needs room for a few tensors. ``config.json`` and
+    the tokenizer are written to the same folder by ``model.config.save_pretrained`` and the tokenizer's.
+
+    Args:
+        folder: a new one, on a file system that all ranks see: it is there when it is whole. Workers that train apart
+            write one each in it, ``worker-0`` and so on.
+        model: on any mesh, under any plan.
+        dtype: of floating-point tensors; None: as they are.
+        max_shard_size: of a file. One tensor, with what transformers makes of it, is in one file even if it is larger.
+
+    Returns:
+        The folder.
+
+    Raises:
+        AutoparError: the folder is there already, or could not be written.
+        ValueError: an argument is wrong, or a tensor has a dtype that the format has not.
+        RankError: a rank is gone, or at something else.
+    """
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    require(
+        folder=(folder, PATH), model=(model, PARALLEL),
+        dtype=(dtype, lambda v: None if v in (None, *floats) else f"None or one of {', '.join(map(str, floats))}"),
+        max_shard_size=(max_shard_size, SIZE),
+    )  # fmt: skip
+    session = model._autopar
+    session.require_values()
+    tensors, context, types = model._own_tensors(), session.context, session.types()
+    groups, conversion = file_tensors(session.original, tensors)
+
+    def made(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        whole = gathered({n: tensors[n] for n in names}, types, context)
+        return conversion({n: _as(t, dtype) for n, t in whole.items()})
+
+    def source(names: Sequence[str]) -> Source:
+        meta = {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in names}
+        return Source(conversion({n: _as(t, dtype) for n, t in meta.items()}), lambda: made(names))
+
+    files = files_of([source(names) for names in groups], parse_bytes(max_shard_size))
+    with session.together("checkpoint.export_safetensors()"), torch.no_grad():
+        return write_files(files, worker_folder(Path(folder), model), context, numbers(tensors.values()))
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:

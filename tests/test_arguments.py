@@ -190,6 +190,9 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
             **state, "folder": [None, *NO_PATH], "sampler": [1, None, {}]}),
         ("checkpoint.torch_save", checkpoint.torch_save, {"checkpoint": {}, "path": "x", "model": module}, {
             "path": [None, *NO_PATH], "model": NO_MODEL}),
+        ("checkpoint.export_safetensors", checkpoint.export_safetensors, {"folder": "x", "model": module}, {
+            "model": NO_MODEL, "folder": [None, *NO_PATH], "max_shard_size": [None, *NO_SIZE],
+            "dtype": ["bf16", torch.int32, 1, [], NAN]}),
         ("checkpoint.state_dict", checkpoint.state_dict, {"model": module}, state),
         ("checkpoint.load_state_dict", checkpoint.load_state_dict,
          {"model": module, "optimizer": None, "state": {}}, {**state, "state": [1, None, [], "x"]}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -48,6 +49,10 @@ assert find_rule(torch.ops.aten.add.Tensor) is not None
 def test_in_a_fresh_process(script: str) -> None:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_function_that_uses_it_can_be_sent() -> None:
+    assert pickle.loads(pickle.dumps(autopar)) is autopar
 
 
 def test_names() -> None:

@@ -13,7 +13,9 @@ from autopar.runtime.launch.environment import require_world
 
 
 def run_command(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT.py", help="The script, or with -m a module.")],
+    script: Annotated[
+        str | None, typer.Argument(metavar="SCRIPT.py", help="The script, or with -m a module; none with --config.")
+    ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="What the script gets.")] = None,
     nproc: Annotated[
         int | None, typer.Option(metavar="N", help="Processes of a node; default: its GPUs, or one.", min=1)
@@ -36,10 +38,23 @@ def run_command(
     restarts: Annotated[int, typer.Option(metavar="N", help="Start anew so often after a failure.", min=0)] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the first process of a node prints.")] = False,
     is_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="A recipe of the run, in place of a script.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Run a script in a process for each device; it gets its mesh from autopar.mesh()."""
     with clear_errors(debug):
+        if (script is None) == (config is None):
+            raise ValueError("give one of the two: a script, or --config and the file of a recipe")
+        sizes = None if axes is None else parse_axes(axes)
+        if config is not None:
+            from autopar.integrations.recipe.schema import read_recipe
+
+            recipe = read_recipe(config)  # before any process is started
+            sizes = sizes or recipe.mesh.axes or None
+            script, arguments, is_module = "autopar.integrations.recipe", [str(config)], True
+        assert script is not None
         if not is_module and not Path(script).is_file():
             raise ValueError(f"no file {script}; autopar run takes a Python file, or -m and the name of a module")
         if not 0 < timeout < math.inf:
@@ -52,9 +67,8 @@ def run_command(
         if backend is not None:
             _check_backend(backend)
         processes = nproc or _devices()
-        sizes = None if axes is None else parse_axes(axes)
         if sizes is not None:
-            require_world(sizes, nnodes * processes, "--axes")
+            require_world(sizes, nnodes * processes, "--axes" if axes is not None else "mesh.axes")
         from autopar.runtime.launch.agent import Launch, launch
 
         code = launch(

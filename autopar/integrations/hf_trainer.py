@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,12 @@ class WholeBatches:
 
     ::
 
-        class Trainer(WholeBatches, MyTrainer): ...
+        def _saves_itself(model: Any) -> bool:
+    peft: Any = sys.modules.get("peft")  # a model of its has imported it
+    return isinstance(model, transformers.PreTrainedModel) or (peft is not None and isinstance(model, peft.PeftModel))
+
+
+    class Trainer(WholeBatches, MyTrainer): ...
 
     Checkpoints are those of one device: whole tensors, which rank 0 writes. A run goes on from one on any number of
     ranks, and without autopar.
@@ -102,7 +108,8 @@ class WholeBatches:
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         trainer: Any = self
-        if state_dict is None and not isinstance(trainer.model, transformers.PreTrainedModel):
+        # PEFT's models and transformers' own have a method that rank 0 alone needs the tensors for.
+        if state_dict is None and not _saves_itself(trainer.model):
             state_dict = trainer.model.full_state_dict()
         # As for models that transformers has distributed: every rank comes here, since tensors are collected.
         with attributes(self, is_distributed_loading_by_transformers=True):
@@ -150,6 +157,11 @@ class WholeBatches:
             )
 
 
+def _saves_itself(model: Any) -> bool:
+    peft: Any = sys.modules.get("peft")  # a model of its has imported it
+    return isinstance(model, transformers.PreTrainedModel) or (peft is not None and isinstance(model, peft.PeftModel))
+
+
 class Trainer(WholeBatches, transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer` for parallel modules; see `WholeBatches`."""
 
@@ -157,7 +169,8 @@ class Trainer(WholeBatches, transformers.Trainer):  # type: ignore[misc]
 class Seq2SeqTrainer(WholeBatches, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """`transformers.Seq2SeqTrainer` for parallel modules; see `WholeBatches`.
 
-    With ``predict_with_generate`` every rank has the whole model on its device while it generates.
+    With ``predict_with_generate`` every rank has the whole model of an encoder and a decoder on its device while it
+    generates.
     """
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 
 SAVING = ("save_pretrained", "push_to_hub")
 """Methods of models that write their tensors to files."""
-
-GENERATING = ("generate",)
-"""Methods of models that call them once for each new token."""
 
 RESIZING = ("resize_token_embeddings", "resize_position_embeddings")
 """Methods of models that put other parameters in place of theirs."""
@@ -71,29 +67,26 @@ def refuse_pickling() -> None:
     )
 
 
-def on_a_mesh(module: ParallelModule, name: str, found: Any) -> Any:
-    """A method of the original model that expects plain parameters, changed for a model on a mesh.
+def refuse_resizing(name: str) -> None:
+    """Refuse a method that resizes parameters.
 
     Raises:
-        AutoparError: the method resizes parameters.
+        AutoparError: always.
     """
-    if name in RESIZING:
-        raise AutoparError(
-            f"{name}() puts plain parameters in place of those on the mesh: call it before parallelize(), or build "
-            "the resized model anew, parallelize() that, and load values with load_full_state_dict()"
-        )
-    work = _generate if name in GENERATING else _save
-    return functools.wraps(found)(functools.partial(work, module, name, found))
+    raise AutoparError(
+        f"{name}() puts plain parameters in place of those on the mesh: call it before parallelize(), or build "
+        "the resized model anew, parallelize() that, and load values with load_full_state_dict()"
+    )
 
 
-def _save(module: ParallelModule, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def save(module: ParallelModule, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Rank 0 writes what one device would; every rank calls it, as a collective call."""
     state = kwargs.get("state_dict")
     if state is not None:
         kwargs["state_dict"] = {k: full_tensor(v) if isinstance(v, DTensor) else v for k, v in state.items()}
     context = module._autopar.context
     writes = context.rank == 0
-    with _plain(module, keep=writes), _config_kept(module._autopar.original):
+    with whole_parameters(module, keep=writes), _config_kept(module._autopar.original):
         # Together, so that others neither read the file before it is there nor go on if the disk is full.
         return context.together(lambda: method(*args, **kwargs) if writes else None, f"{name}() of rank 0")
 
@@ -112,26 +105,8 @@ def _config_kept(model: nn.Module) -> Iterator[None]:
         vars(model)["config"] = config
 
 
-def _generate(module: ParallelModule, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What one device would, on whole parameters, of which every rank must have room for; a collective call."""
-    context = module._autopar.context
-
-    def run() -> Any:
-        # Every length is another shape, and graphs for each would take longer than the tokens.
-        return method(*map(_whole, args), **{k: _whole(v) for k, v in kwargs.items()})
-
-    with _plain(module, keep=True, device=context.device):
-        found = context.together(run, f"{name}()")
-    # Rank 0's on all: samples differ where generators of random numbers do.
-    return context.decide(lambda: found, f"the result of {name}()")
-
-
-def _whole(value: Any) -> Any:
-    return full_tensor(value) if isinstance(value, DTensor) else value
-
-
 @contextmanager
-def _plain(module: ParallelModule, *, keep: bool, device: torch.device | str = "cpu") -> Iterator[None]:
+def whole_parameters(module: ParallelModule, *, keep: bool, device: torch.device | str = "cpu") -> Iterator[None]:
     """Whole plain parameters in place of DTensors, on ranks that ``keep`` them; a collective call."""
     session, whole = module._autopar, {}
     session.require_values()

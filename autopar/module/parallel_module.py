@@ -18,7 +18,8 @@ from autopar.compiler import BATCH, rewrite
 from autopar.costs.arguments import TEXT, a, require
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
-from autopar.module.copies import GENERATING, RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
+from autopar.module.copies import RESIZING, SAVING, deep_copy, refuse_pickling, refuse_resizing, save, shallow_copy
+from autopar.module.generate import GENERATING, generate
 from autopar.module.session import Session
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.pad_dims import pad_dims
@@ -180,7 +181,11 @@ class ParallelModule(nn.Module):
         session = self._autopar
         session.require_values()
         with session.together("full_state_dict()"):
-            return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True), session.types(), session.context)
+            return gathered(self._own_tensors(), session.types(), session.context)
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        """As they are on this rank, by original name."""
+        return dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take values from plain full tensors; every rank keeps its part.
@@ -189,7 +194,7 @@ class ParallelModule(nn.Module):
             AutoparError: names are missing or unexpected, or a shape differs; nothing is changed then.
         """
         require(state=(state, a(Mapping, "a state dict: tensors by name")))
-        session, own = self._autopar, dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
+        session, own = self._autopar, self._own_tensors()
         with session.context.during("load_full_state_dict()", in_step=False):
             load_full(self, own, state, session.context, session.types())
 
@@ -265,7 +270,11 @@ def _own_method(name: str) -> Callable[..., Any]:
 
     def method(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         found = getattr(self._autopar.original, name)
-        return (found if self._autopar.context.mesh is None else on_a_mesh(self, name, found))(*args, **kwargs)
+        if self._autopar.context.mesh is None:
+            return found(*args, **kwargs)
+        if name in RESIZING:
+            refuse_resizing(name)
+        return (generate if name in GENERATING else save)(self, name, found, *args, **kwargs)
 
     method.__name__ = name
     return method

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import make
@@ -50,6 +51,10 @@ def saved_and_loaded(rank: int, folder: str) -> float:
         assert (found.step, found.extra, found.same_random_numbers) == (2, [i], True)
         continued = train(*other, range(2, 4))
         worst = max(worst, *(float((continued[k] - v).abs().max()) for k, v in expected.items()))
+        exported = checkpoint.export_safetensors(f"{folder}-{i}", other[0], max_shard_size=10_000)
+        found_in_files = {n: t for path in exported.glob("*.safetensors") for n, t in load_file(path).items()}
+        assert set(continued) - set(found_in_files) == {"lm_head.weight"}  # tied
+        assert all(torch.equal(t, continued[n]) for n, t in found_in_files.items())
     return worst
 
 

@@ -37,7 +37,7 @@ def publish(root: Path, name: str, manifest: str) -> Path:
     partial, whole = root / f"{name}{PARTIAL}", root / name
     write(partial / MANIFEST, manifest)
     partial.rename(whole)
-    _sync(root)
+    sync(root)
     write(root / LATEST, name)
     return whole
 
@@ -50,10 +50,10 @@ def write(file: Path, text: str) -> None:
         opened.flush()
         os.fsync(opened.fileno())
     new.replace(file)
-    _sync(file.parent)
+    sync(file.parent)
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -1,0 +1,1 @@
+"""A training run from a TOML file, without a script: ``autopar run --config train.toml``."""
