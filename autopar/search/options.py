@@ -70,9 +70,9 @@ class Search:
             what the recipe leaves open. ``"random"`` draws a feasible plan, for tests; it ignores budgets.
         roles: what each axis is for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see
             `autopar.search.formulation.axis_roles`. Without a recipe, axes without a role are searched;
-            ``"megatron"`` takes roles, too. ``local`` and ``compressed``, beside any recipe, are for the outermost axis:
-            its indices are workers that train apart, see `autopar.LocalSteps`, or that exchange compressed gradients,
-            see `autopar.CompressedGradients`.
+            ``"megatron"`` takes roles, too. ``local`` and ``compressed``, beside any recipe, are for the outermost
+            axis: its indices are workers that train apart, see `autopar.LocalSteps`, or that exchange compressed
+            gradients, see `autopar.CompressedGradients`.
         seed: of the random plan.
         tie_layers: repeated layers have the same layouts; False searches each layer on its own.
         padding: parameters whose dims an axis does not divide, such as a vocabulary of 50257, may be padded on the

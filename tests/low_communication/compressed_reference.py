@@ -116,8 +116,12 @@ def run(
     given: Mapping[str, Any],
     shards: Shards = one,
     hook: Callable[[nn.Module], Any] = lambda _: None,
+    further: Callable[[int, int], Mapping[str, torch.Tensor]] | None = None,
 ) -> list[State]:
-    """Parameters after each step, the same on all workers; ``hook`` is called before the optimizer's step."""
+    """Parameters after each step, the same on all workers.
+
+    ``hook`` is called before the optimizer's step; ``further`` gives a second batch, whose gradient is added.
+    """
     model = copy.deepcopy(model)
     own = optimizer(model)
     options = {k: v for k, v in given.items() if k in ("rank", "share")}
@@ -131,6 +135,8 @@ def run(
         for worker in range(workers):
             model.zero_grad()
             model(**batches(step, worker))["loss"].backward()
+            if further is not None:
+                model(**further(step, worker))["loss"].backward()
             gradients.append({n: p.grad.numpy().copy() for n, p in named.items()})  # type: ignore[union-attr]
         if frozen is not None and step >= plain:
             gradients = [frozen.momenta(named, of_worker) for of_worker in gradients]

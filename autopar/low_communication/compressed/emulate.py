@@ -1,4 +1,4 @@
-"""Workers in one process, in lock step: what `autopar.CompressedGradients` computes on many, without a process group."""
+"""Workers in one process, in lock step: what `autopar.CompressedGradients` computes on many, without any group."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EmulatedCompression:
         require_finite([first_infinite(own) for own in gradients], f"step {self.workers[0].steps + 1}")
         given = zip(self.workers, self._parameters, gradients, self._optimizers, strict=True)
         with torch.no_grad():
-            in_lock_step([worker.before(*rest) for worker, *rest in given])
+            in_lock_step([worker.before(own, grads, optimizer) for worker, own, grads, optimizer in given])
         for worker, optimizer in zip(self.workers, self._optimizers, strict=True):
             optimizer.step()
             worker.after()

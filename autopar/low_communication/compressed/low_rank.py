@@ -7,10 +7,10 @@ For a matrix, G of a worker being its gradient as rows x columns, and Q [columns
     Q = mean over the workers of M^T P                               [columns, rank]
     P Q^T takes the place of the mean gradient;  e = M - P (M^T P)^T
 
-Q is where the next step begins. T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient
-Compression for Distributed Optimization", 2019, algorithms 1 and 2: e is what the worker's own M lacks. (Their code
-subtracts the mean P Q^T, whose errors have the same mean, so that all steps are the same, but grow with the distance
-between workers.)
+Q is where the next step begins; a column of zeros begins anew. T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD:
+Practical Low-Rank Gradient Compression for Distributed Optimization", 2019, algorithms 1 and 2: e is what the worker's
+own M lacks. (Their code subtracts the mean P Q^T, whose errors have the same mean, so that all steps are the same, but
+grow with the distance between workers.)
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class LowRank:
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
             first = torch.randn(matrix_of(tuple(error.shape))[1], rank, generator=generator, dtype=torch.float64)
             self.factors[name] = first.to(error)
+        self._first = dict(self.factors)
 
     def exchange(self, gradients: Mapping[str, torch.Tensor]) -> Exchange[dict[str, torch.Tensor]]:
         """What takes the place of the mean of each gradient."""
@@ -65,7 +66,8 @@ class LowRank:
             shape = gradients[name].shape
             found[name] = (bases[name] @ factor.T).view(shape)
             self.errors[name] = (low[name] - bases[name] @ own[name].T).view(shape)
-            self.factors[name] = factor
+            # A column of zeros, of a gradient of zeros, would find nothing ever again.
+            self.factors[name] = torch.where((factor == 0).all(0), self._first[name], factor)
         return found
 
 

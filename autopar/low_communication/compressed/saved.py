@@ -1,4 +1,4 @@
-"""What a checkpoint holds of `CompressedGradients`: errors in the parameters' layouts, the factors of each rank, counters.
+"""What a checkpoint holds of `CompressedGradients`: errors in the parameters' layouts, factors, counters.
 
 Errors of one worker are its own, and are saved in its folder. Errors of servers are of a piece on each worker: all
 pieces are saved with each. Factors of ``powersgd`` are of a shard, and mean nothing in another layout.
@@ -59,7 +59,7 @@ def _served(compressed: CompressedGradients, method: Signs) -> Exchange[dict[str
     if not method.served:
         return {}
     rows = yield Request(GATHER, joined([*method.served.values()]))
-    parts = rows.split([t.numel() for t in method.served.values()], 1)
+    parts = torch.split(rows, [t.numel() for t in method.served.values()], 1)
     return {n: whole(p, method.errors[n].shape) for n, p in zip(method.served, parts, strict=True)}
 
 

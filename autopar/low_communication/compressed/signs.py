@@ -77,7 +77,7 @@ class Signs:
         """Of each tensor the pieces that rows of bytes stand for, [workers, length], by name."""
         lengths = [piece_of(t.numel(), self._workers) for t in tensors.values()]
         dtype = next(iter(tensors.values())).dtype
-        *parts, scales = received.split([*(-(-n // 8) for n in lengths), len(lengths) * dtype.itemsize], 1)
+        *parts, scales = torch.split(received, [*(-(-n // 8) for n in lengths), len(lengths) * dtype.itemsize], 1)
         by_tensor = scales.contiguous().view(-1).clone().view(dtype).view(len(received), -1).unbind(1)
         rows = [decoded(p, s, n) for p, s, n in zip(parts, by_tensor, lengths, strict=True)]
         return list(zip(tensors, rows, strict=True))
@@ -110,7 +110,7 @@ def encoded(rows: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def decoded(packed: torch.Tensor, scales: torch.Tensor, length: int) -> torch.Tensor:
-    """The numbers that packed signs and scales stand for, one row each; what is behind a piece's end is no number of it."""
+    """The numbers that packed signs and scales stand for, a row each; what is behind a piece's end is none of it."""
     bits = (packed[:, :, None] >> _SHIFTS.to(packed.device)) & 1
     signs = bits.view(len(packed), -1)[:, :length] == 1
     return torch.where(signs, scales[:, None], -scales[:, None])

@@ -69,8 +69,8 @@ def worker_axes(roles: Mapping[str, str], axes: Mapping[str, int]) -> tuple[Axes
         raise ValueError(f"roles= gives {len(named)} axes the role {worker_role(roles)!r}; make them one axis")
     if named and named[0] != next(iter(axes)):
         raise ValueError(
-            f"axis {named[0]!r} has the role {worker_role(roles)!r} and must be the outermost one of the mesh, which is "
-            f"{next(iter(axes))!r}: a worker's devices are neighbors"
+            f"axis {named[0]!r} has the role {worker_role(roles)!r} and must be the outermost one of the mesh, which "
+            f"is {next(iter(axes))!r}: a worker's devices are neighbors"
         )
     outer = tuple((axis, axes[axis]) for axis in named)
     return outer, {axis: size for axis, size in axes.items() if axis not in named}
