@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50.0, metavar="MBIT", help="Mbit/s of the link (default: 50)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
     parser.add_argument("--loss", action="store_true", help="loss against tokens, in one process")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=CURVES, help="of --loss: these ways of training")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--work", metavar="FOLDER", help=argparse.SUPPRESS)  # one of the processes
     options = parser.parse_args()
@@ -76,7 +77,7 @@ def main() -> None:
         work(Path(options.work), options.rounds)
         return
     if options.loss:
-        curves = losses()
+        curves = losses(options.only or list(CURVES))
         print(json.dumps(curves, indent=1) if options.json else curve_table(curves))
         return
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
@@ -124,8 +125,6 @@ def work(folder: Path, rounds: int) -> None:
 
 def trainer(mesh: Any, name: str) -> Callable[[], None]:
     """A step of training."""
-    import torch
-
     import autopar
 
     outer, inner = mesh.mesh_dim_names
@@ -232,14 +231,14 @@ def _text() -> Any:
     return _known[0]
 
 
-def losses() -> list[dict[str, Any]]:
+def losses(names: list[str]) -> list[dict[str, Any]]:
     """Loss on validation text after so many tokens, of each way of training and seed."""
     import torch
 
     torch.set_num_threads(1)
     found = []
     for seed in range(SEEDS):
-        for name in CURVES:
+        for name in names:
             print(f"seed {seed}: {name}", file=sys.stderr)
             found.append({"training": name, "seed": seed, "losses": curve(name, seed), "bytes": bytes_of(name)})
     return found
@@ -287,7 +286,7 @@ def bytes_of(name: str) -> float:
     from autopar.low_communication.exchange import sent_bytes
 
     shapes = [tuple(p.shape) for p in language_model(0, 64, 2).parameters()]
-    link, given = Link("any", bandwidth=1.0, latency=0.0), CURVES[name] or {}
+    link, given = Link("any", bandwidth=1.0, latency=1.0), CURVES[name] or {}
     if given and "method" not in given:
         elements = sum(p.numel() for p in language_model(0, 64, 2).parameters())
         return STEPS // ROUND * sent_bytes(elements, 4, WORKERS, given.get("bits"))
@@ -304,7 +303,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Seconds and bytes of a step, beside synchronous training and training without exchanges."""
     by_name = {r["training"]: r for r in rows}
     synchronous, alone = by_name[SYNCHRONOUS], by_name[ALONE]
-    heads = f"{'ms a step':>10} {'exchanging':>11} {'KiB a step':>11} {'predicted':>10} {'of synchronous bytes':>21} {'over none':>10}"
+    heads = f"{'ms a step':>10} {'exchanging':>11} {'KiB a step':>11} {'predicted':>10}"
+    heads += f" {'of synchronous bytes':>21} {'over none':>10}"
     lines = [f"{'training':<20} {heads}"]
     for r in rows:
         share, slower = r["bytes"] / synchronous["bytes"], r["seconds"] / alone["seconds"]
@@ -318,7 +318,7 @@ def curve_table(curves: list[dict[str, Any]]) -> str:
     """Mean loss over seeds, and the largest distance from it."""
     tokens = [t for t, _ in curves[0]["losses"]]
     lines = [f"{'training':<20}" + "".join(f"{f'{t:,} tokens':>22}" for t in tokens) + f"{'MiB sent':>10}"]
-    for name in CURVES:
+    for name in dict.fromkeys(c["training"] for c in curves):
         own = [c["losses"] for c in curves if c["training"] == name]
         sent = next(c["bytes"] for c in curves if c["training"] == name)
         cells = []
