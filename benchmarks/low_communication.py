@@ -239,8 +239,8 @@ def losses(names: list[str]) -> list[dict[str, Any]]:
     found = []
     for seed in range(SEEDS):
         for name in names:
-            print(f"seed {seed}: {name}", file=sys.stderr)
             found.append({"training": name, "seed": seed, "losses": curve(name, seed), "bytes": bytes_of(name)})
+            print(found[-1], file=sys.stderr, flush=True)
     return found
 
 

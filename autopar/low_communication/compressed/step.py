@@ -27,7 +27,7 @@ class WorkerStep:
         steps: how many have been made.
         dtype: of all that is exchanged: float32, or float64 where a parameter is.
         frozen: of ``onebit``: the step of each parameter, by name, whose variance stays.
-        squares: of the last exchange: the sum of the squares of what was to be sent, and of what was left.
+        squares: of the last exchange: the sums of the squares of what was to be sent, and of what was left.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], settings: Compression, index: int, workers: int) -> None:
@@ -42,7 +42,7 @@ class WorkerStep:
         self.settings, self.steps, self.frozen = settings, 0, dict[str, int]()
         wide = any(t.dtype == torch.float64 for t in tensors.values())
         self.dtype = torch.float64 if wide else torch.float32
-        self.squares = (0.0, 0.0)
+        self.squares = torch.zeros(()), torch.zeros(())
         like = {n: t.detach().to(self.dtype) for n, t in tensors.items() if t.numel()}
         self.method: LowRank | Largest | Signs
         if settings.method == POWERSGD:
@@ -63,7 +63,7 @@ class WorkerStep:
     @property
     def error(self) -> float:
         """Of the last exchange: the norm of what was left for the next one, as a share of what was to be sent."""
-        meant, left = self.squares
+        meant, left = map(float, self.squares)
         return math.sqrt(left / meant) if meant else 0.0
 
     def before(
@@ -98,9 +98,9 @@ class WorkerStep:
 
     def _compressed(self, tensors: dict[str, torch.Tensor]) -> Exchange[dict[str, torch.Tensor]]:
         errors = self.method.errors
-        meant = sum(float((t + errors[n] if n in errors else t).square().sum()) for n, t in tensors.items())
+        meant = _square([t + errors[n] if n in errors else t for n, t in tensors.items()])
         found = yield from self.method.exchange(tensors)
-        self.squares = meant, sum(float(self.method.errors[n].square().sum()) for n in tensors if n in errors)
+        self.squares = (meant, _square([errors[n] for n in tensors if n in errors]))
         return found
 
     def _frozen_step(
@@ -123,6 +123,12 @@ class WorkerStep:
             parameter.grad = None
 
 
+def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Of the norm of all together."""
+    sums = [t.square().sum(dtype=torch.float64) for t in tensors]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+
+
 def require_compressible(parameters: Mapping[str, torch.Tensor]) -> None:
     """Refuse parameters whose gradients cannot be compressed.
 
@@ -143,8 +149,11 @@ def require_compressible(parameters: Mapping[str, torch.Tensor]) -> None:
 
 def first_infinite(gradients: Mapping[str, torch.Tensor]) -> str:
     """The name of a gradient that is not finite; empty if all are."""
-    sums = {n: g.sum(dtype=torch.float64) for n, g in gradients.items()}
-    return next((n for n, s in sums.items() if not torch.isfinite(s)), "")
+    if not gradients:
+        return ""
+    # Once for all: each question to a device waits for it.
+    fine = torch.stack([g.sum(dtype=torch.float64) for g in gradients.values()]).isfinite().tolist()
+    return next((name for name, is_fine in zip(gradients, fine, strict=True) if not is_fine), "")
 
 
 def require_finite(notes: list[str], what: str) -> None:
