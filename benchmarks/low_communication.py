@@ -68,13 +68,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50.0, metavar="MBIT", help="Mbit/s of the link (default: 50)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
     parser.add_argument("--loss", action="store_true", help="loss against tokens, in one process")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=CURVES, help="of --loss: these ways of training")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these ways of training")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--work", metavar="FOLDER", help=argparse.SUPPRESS)  # one of the processes
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}
     if options.work:
-        work(Path(options.work), options.rounds)
+        work(Path(options.work), options.rounds, options.only or [SYNCHRONOUS, ALONE, *APART, *COMPRESSED])
         return
     if options.loss:
         curves = losses(options.only or list(CURVES))
@@ -85,18 +85,19 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder, shaped(options.rate) as prefixes:
         (Path(folder) / "plans.json").write_text("[]")
-        run([__file__, "--work", folder, "--rounds", str(options.rounds)], prefixes, 1200.0)
+        only = ["--only", *options.only] if options.only else []
+        run([__file__, "--work", folder, "--rounds", str(options.rounds), *only], prefixes, 1200.0)
         rows = json.loads((Path(folder) / "rows.json").read_text())
         print(json.dumps(rows, indent=1) if options.json else table(rows))
 
 
-def work(folder: Path, rounds: int) -> None:
+def work(folder: Path, rounds: int, names: list[str]) -> None:
     """One process: a round of each in turn."""
     import torch
     import torch.distributed as dist
 
     with member(folder) as (mesh, rows):
-        runs = {name: trainer(mesh, name) for name in (SYNCHRONOUS, ALONE, *APART, *COMPRESSED)}
+        runs = {name: trainer(mesh, name) for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         sent: dict[str, list[float]] = {name: [] for name in runs}
         exchanging: dict[str, list[float]] = {name: [] for name in runs}
@@ -302,15 +303,16 @@ def bytes_of(name: str) -> float:
 def table(rows: list[dict[str, Any]]) -> str:
     """Seconds and bytes of a step, beside synchronous training and training without exchanges."""
     by_name = {r["training"]: r for r in rows}
-    synchronous, alone = by_name[SYNCHRONOUS], by_name[ALONE]
+    synchronous, alone = by_name[SYNCHRONOUS], by_name.get(ALONE)
     heads = f"{'ms a step':>10} {'exchanging':>11} {'KiB a step':>11} {'predicted':>10}"
     heads += f" {'of synchronous bytes':>21} {'over none':>10}"
     lines = [f"{'training':<20} {heads}"]
     for r in rows:
-        share, slower = r["bytes"] / synchronous["bytes"], r["seconds"] / alone["seconds"]
+        share = r["bytes"] / synchronous["bytes"]
+        slower = f"{r['seconds'] / alone['seconds']:10.3f}" if alone else ""
         figures = f"{1e3 * r['seconds']:10.1f} {1e3 * r['exchanging']:11.1f} {r['bytes'] / 1024:11.1f}"
         figures += f" {r['predicted'] / 1024:10.1f}" if r["predicted"] else f" {'':>10}"
-        lines.append(f"{r['training']:<20} {figures} {f'1/{1 / share:.1f}' if share else '0':>21} {slower:10.3f}")
+        lines.append(f"{r['training']:<20} {figures} {f'1/{1 / share:.1f}' if share else '0':>21} {slower:>10}")
     return "\n".join(lines)
 
 
