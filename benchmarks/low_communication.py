@@ -69,6 +69,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
     parser.add_argument("--loss", action="store_true", help="loss against tokens, in one process")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these ways of training")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of --loss, in hundreds (default: {STEPS})")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"of --loss (default: {SEEDS})")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--work", metavar="FOLDER", help=argparse.SUPPRESS)  # one of the processes
     options = parser.parse_args()
@@ -77,7 +79,7 @@ def main() -> None:
         work(Path(options.work), options.rounds, options.only or [SYNCHRONOUS, ALONE, *APART, *COMPRESSED])
         return
     if options.loss:
-        curves = losses(options.only or list(CURVES))
+        curves = losses(options.only or list(CURVES), options.steps, options.seeds)
         print(json.dumps(curves, indent=1) if options.json else curve_table(curves))
         return
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
@@ -232,20 +234,22 @@ def _text() -> Any:
     return _known[0]
 
 
-def losses(names: list[str]) -> list[dict[str, Any]]:
+def losses(names: list[str], steps: int, seeds: int) -> list[dict[str, Any]]:
     """Loss on validation text after so many tokens, of each way of training and seed."""
     import torch
 
     torch.set_num_threads(1)
     found = []
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         for name in names:
-            found.append({"training": name, "seed": seed, "losses": curve(name, seed), "bytes": bytes_of(name)})
+            found.append(
+                {"training": name, "seed": seed, "losses": curve(name, seed, steps), "bytes": bytes_of(name, steps)}
+            )
             print(found[-1], file=sys.stderr, flush=True)
     return found
 
 
-def curve(name: str, seed: int) -> list[tuple[int, float]]:
+def curve(name: str, seed: int, steps: int) -> list[tuple[int, float]]:
     """Tokens and loss: of worker 0 where there are several."""
     import torch
 
@@ -261,7 +265,7 @@ def curve(name: str, seed: int) -> list[tuple[int, float]]:
     workers = EmulatedWorkers(models, **settings) if settings and compressed is None else None
     held_out = batch_of(0, 128, seed, validation=True)
     points = []
-    for step in range(STEPS):
+    for step in range(steps):
         batch = batch_of(step, WORKERS * rows, seed)
         share = WORKERS * rows // count
         for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
@@ -279,7 +283,7 @@ def curve(name: str, seed: int) -> list[tuple[int, float]]:
     return points
 
 
-def bytes_of(name: str) -> float:
+def bytes_of(name: str, steps: int) -> float:
     """That each of the four workers sends in the whole run, by the closed forms."""
     from autopar.costs.cluster import Link
     from autopar.costs.outer_exchange import compressed_collectives, exchange_cost
@@ -290,13 +294,13 @@ def bytes_of(name: str) -> float:
     link, given = Link("any", bandwidth=1.0, latency=1.0), CURVES[name] or {}
     if given and "method" not in given:
         elements = sum(p.numel() for p in language_model(0, 64, 2).parameters())
-        return STEPS // ROUND * sent_bytes(elements, 4, WORKERS, given.get("bits"))
+        return steps // ROUND * sent_bytes(elements, 4, WORKERS, given.get("bits"))
     settings = Compression(**given) if given else None
-    plain = STEPS if settings is None else settings.plain_steps
+    plain = steps if settings is None else settings.plain_steps
     found = plain * exchange_cost(compressed_collectives("", shapes, 4, WORKERS, 0), WORKERS, link).sent_bytes
     if settings is not None:
         kinds = compressed_collectives(settings.method, shapes, 4, WORKERS, settings.how_much)
-        found += (STEPS - plain) * exchange_cost(kinds, WORKERS, link).sent_bytes
+        found += (steps - plain) * exchange_cost(kinds, WORKERS, link).sent_bytes
     return found
 
 
