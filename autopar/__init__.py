@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from autopar.ir.plan import Plan
     from autopar.ir.precision import Precision
+    from autopar.low_communication.compressed.gradients import CompressedGradients
     from autopar.low_communication.local_steps import LocalSteps
     from autopar.parallelize import parallelize
     from autopar.rules.rule import Lowering, Rule, Spec, rule
@@ -47,6 +48,7 @@ __all__ = [
     "CaptureError",
     "CertificateError",
     "Cluster",
+    "CompressedGradients",
     "DeadlockError",
     "EquivalenceReport",
     "InfeasibleError",
@@ -77,6 +79,7 @@ _MODULES = {
     "MissingRuleError PassError PlanError RankError VerifyError",
     "autopar.ir.plan": "Plan",
     "autopar.ir.precision": "Precision",
+    "autopar.low_communication.compressed.gradients": "CompressedGradients",
     "autopar.low_communication.local_steps": "LocalSteps",
     "autopar.parallelize": "parallelize",
     "autopar.rules.rule": "Lowering Rule Spec rule",

@@ -30,7 +30,7 @@ from autopar.costs.arguments import FLAG, PATH, SIZE, Kind, a, optional, require
 from autopar.costs.memory import parse_bytes
 from autopar.costs.read_file import read_text
 from autopar.errors import AutoparError
-from autopar.low_communication.local_steps import LocalSteps
+from autopar.low_communication.worker_exchange import WorkerExchange
 from autopar.low_communication.worker_folders import common_checkpoint, worker_folder
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.checkpoint import folders, generators
@@ -130,7 +130,7 @@ def save(
             next `save` waits for it. The host needs room for one copy.
         stateful: further objects with ``state_dict()`` and ``load_state_dict()``, by name: learning-rate scheduler,
             sampler, `torch.amp.GradScaler`. Rank 0's are saved, since they are the same on all. `autopar.LocalSteps`
-            has tensors, of which every rank writes its part.
+            and `autopar.CompressedGradients` have tensors, of which every rank writes its part.
 
     Workers that train apart (role ``local``) have different parameters: each saves into a folder of its own in
     ``folder``, ``worker-0`` and so on.
@@ -210,7 +210,13 @@ def load(
         outer = _outer_states(stateful)
     for name, own_state in outer.items():
         tensors |= {f"{STATEFUL}{name}.{key}": tensor for key, tensor in own_state["tensors"].items()}
-    context.together(lambda: known.check(tensors, optimizer is not None, stateful), "checkpoint.load()")
+
+    def check() -> None:
+        for name in outer:
+            stateful[name].require_settings(known.values["stateful"].get(name, {}))
+        known.check(tensors, optimizer is not None, stateful)
+
+    context.together(check, "checkpoint.load()")
     same = known.world == math.prod(context.sizes)
     own: dict[str, torch.Tensor] = {}
     if same:
@@ -230,8 +236,8 @@ def load(
 
 
 def _outer_states(stateful: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """States with tensors in shards, which every rank has its own of: those of `autopar.LocalSteps`, by name."""
-    return {name: given.state_dict() for name, given in stateful.items() if isinstance(given, LocalSteps)}
+    """States with tensors in shards, which every rank has its own of: those of exchanges among workers, by name."""
+    return {name: given.state_dict() for name, given in stateful.items() if isinstance(given, WorkerExchange)}
 
 
 def _without_tensors(outer: Mapping[str, dict[str, Any]], name: str, given: Any) -> Any:

@@ -309,6 +309,7 @@ def plan(
     axes = axes or {"device": machine.devices or (machine.group_sizes[0] if machine.group_sizes else 1)}
     search = search or Search()
     search.require_axes(axes)
+    role = search.worker_role
     workers, axes, search = search.of_worker(axes)
     program = program_to_plan(
         model, part_of_worker(model, batch, workers), loss_fn=loss_fn, loss=loss, precision=policy, fused=compile,
@@ -322,7 +323,7 @@ def plan(
     return solve(
         program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress,
         factored=not workers,
-    ).of_workers(workers)  # fmt: skip
+    ).of_workers(workers, role)  # fmt: skip
 
 
 def part_of_worker(model: nn.Module, batch: Any, workers: Axes) -> Any:

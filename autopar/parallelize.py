@@ -139,8 +139,9 @@ def parallelize(
     policy = Precision.resolve(precision)
     _check_optimizers(model)
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    role = (search or Search()).worker_role if given is None else given.worker_role
     search, workers = _within_worker(search or Search(), given, mesh)
-    context = one_device(_device(model)) if mesh is None else _mesh_context(mesh, given, search, timeout, workers)
+    context = one_device(_device(model)) if mesh is None else _mesh_context(mesh, given, search, timeout, workers, role)
     _check_devices(model, context)
     machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
     if given is not None:
@@ -262,12 +263,12 @@ def _within_worker(search: Search, plan: Plan | None, mesh: DeviceMesh | None) -
 
 
 def _mesh_context(
-    mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float, workers: Axes = ()
+    mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float, workers: Axes, role: str
 ) -> MeshContext:
     """This rank's context; where a plan or the pins put stages on a factor of an axis, that is an axis of its own."""
     axes = axes_of(mesh)
     if workers:
-        return _worker_context(mesh, timeout, workers)
+        return _worker_context(mesh, timeout, workers, role)
     context = mesh_context(mesh, timeout)
     wanted = plan.axes if plan is not None else split_for_stages(search, axes)
     wanted = wanted if is_split_for_stages(wanted, axes) else context.axes
@@ -281,7 +282,7 @@ def _mesh_context(
     return with_axes(context, wanted)
 
 
-def _worker_context(mesh: DeviceMesh, timeout: float, workers: Axes) -> MeshContext:
+def _worker_context(mesh: DeviceMesh, timeout: float, workers: Axes, role: str) -> MeshContext:
     """This rank's context within its worker.
 
     Raises:
@@ -293,7 +294,7 @@ def _worker_context(mesh: DeviceMesh, timeout: float, workers: Axes) -> MeshCont
             f"the plan is for workers {dict(workers)} along the outermost axis, and the mesh has {axes}; plan again "
             "with axes= of the mesh"
         )
-    return worker_context(mesh, timeout)
+    return worker_context(mesh, timeout, role)
 
 
 def _check_plan(plan: Plan, context: MeshContext) -> None:

@@ -186,7 +186,7 @@ def specialize(
     plan = Plan.from_dict(data)
     plan = replace(plan, certificate=replace(plan.certificate, claimed=claimed))
     if context.workers is not None and not plan.workers:
-        plan = plan.of_workers(((context.workers.axis, context.workers.count),))
+        plan = plan.of_workers(((context.workers.axis, context.workers.count),), context.workers.role)
     with observer.phase(REWRITE):
         context = with_axes(context, plan.axes)
         local, step, order = agreed.together(lambda: _build(program, plan, options, context), "rewriting the graph")

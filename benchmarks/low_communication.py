@@ -2,12 +2,13 @@
 
 Four Gloo processes are two workers of two devices, in a network namespace each, and the link between the namespaces
 carries so many Mbit/s (root and iproute2 needed; skipped without). A language model is trained synchronously (hsdp:
-gradients go across the link in every step), with DiLoCo and streaming DiLoCo of 50 local steps, and without any
-exchange; they take turns, and the fastest round of each counts. Bytes are those that the interface of the first
-namespace has sent.
+gradients go across the link in every step), with DiLoCo and streaming DiLoCo of 50 local steps, with compressed
+gradients, and without any exchange; they take turns, and the fastest round of each counts. Bytes are those that the
+interface of the first namespace has sent; what `CompressedGradients.predicted` says is beside them.
 
 With ``--loss``, in one process: the loss of a tiny language model over the bytes of this repository's text, against the
-tokens it has seen, synchronously and with four workers that train apart, for three seeds.
+tokens it has seen, synchronously, with four workers that train apart, and with four that compress their gradients, for
+three seeds; and what a worker sends in all, by the closed forms.
 """
 
 from __future__ import annotations
@@ -37,10 +38,18 @@ APART: dict[str, dict[str, Any]] = {
     "streaming": {"every": EVERY, "fragments": 4, "delay": 5},
     "streaming, 4 bits": {"every": EVERY, "fragments": 4, "delay": 5, "bits": 4},
 }
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "PowerSGD, rank 2": {"method": "powersgd", "rank": 2},
+    "top-k, 1%": {"method": "topk", "share": 0.01},
+    "1-bit Adam": {"method": "onebit", "freeze": 2},
+}
 WORDS, WIDTH, BLOCKS, LENGTH, ROWS = 256, 64, 4, 64, 32
 WORKERS, SEEDS, STEPS, LOSSES, ROUND = 4, 3, 300, 100, 20
 EXCHANGING: dict[str, float] = {}
 """Seconds that this process has spent in exchanges, waiting for the other worker included."""
+
+PREDICTED: dict[str, float] = {}
+"""Bytes that a worker is predicted to send in the next step."""
 
 CURVES: dict[str, dict[str, Any] | None] = {
     SYNCHRONOUS: None,
@@ -48,6 +57,8 @@ CURVES: dict[str, dict[str, Any] | None] = {
     "DiLoCo": {"every": ROUND},
     "streaming": {"every": ROUND, "fragments": 4, "delay": 2, "mix": 0.5},
     "streaming, 4 bits": {"every": ROUND, "fragments": 4, "delay": 2, "mix": 0.5, "bits": 4},
+    **COMPRESSED,
+    "1-bit Adam": {"method": "onebit", "freeze": 60},
 }
 
 
@@ -57,15 +68,18 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50.0, metavar="MBIT", help="Mbit/s of the link (default: 50)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
     parser.add_argument("--loss", action="store_true", help="loss against tokens, in one process")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these ways of training")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of --loss, in hundreds (default: {STEPS})")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"of --loss (default: {SEEDS})")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--work", metavar="FOLDER", help=argparse.SUPPRESS)  # one of the processes
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}
     if options.work:
-        work(Path(options.work), options.rounds)
+        work(Path(options.work), options.rounds, options.only or [SYNCHRONOUS, ALONE, *APART, *COMPRESSED])
         return
     if options.loss:
-        curves = losses()
+        curves = losses(options.only or list(CURVES), options.steps, options.seeds)
         print(json.dumps(curves, indent=1) if options.json else curve_table(curves))
         return
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
@@ -73,24 +87,25 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder, shaped(options.rate) as prefixes:
         (Path(folder) / "plans.json").write_text("[]")
-        run([__file__, "--work", folder, "--rounds", str(options.rounds)], prefixes, 1200.0)
+        only = ["--only", *options.only] if options.only else []
+        run([__file__, "--work", folder, "--rounds", str(options.rounds), *only], prefixes, 1200.0)
         rows = json.loads((Path(folder) / "rows.json").read_text())
         print(json.dumps(rows, indent=1) if options.json else table(rows))
 
 
-def work(folder: Path, rounds: int) -> None:
+def work(folder: Path, rounds: int, names: list[str]) -> None:
     """One process: a round of each in turn."""
     import torch
     import torch.distributed as dist
 
     with member(folder) as (mesh, rows):
-        runs = {name: trainer(mesh, name) for name in (SYNCHRONOUS, ALONE, *APART)}
+        runs = {name: trainer(mesh, name) for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         sent: dict[str, list[float]] = {name: [] for name in runs}
         exchanging: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(-1, rounds):  # the first warms
             for name, step in runs.items():
-                count = EVERY if name != SYNCHRONOUS else 10
+                count = 10 if name == SYNCHRONOUS or name in COMPRESSED else EVERY
                 count = count if turn >= 0 else 2
                 dist.barrier()
                 before, earlier, start = bytes_sent(), EXCHANGING.get(name, 0.0), time.perf_counter()
@@ -105,7 +120,7 @@ def work(folder: Path, rounds: int) -> None:
         rows += [
             {
                 "training": n, "seconds": min(seconds[n]), "bytes": statistics.median(sent[n]),
-                "exchanging": min(exchanging[n]),
+                "exchanging": min(exchanging[n]), "predicted": PREDICTED.get(n),
             }
             for n in runs
         ]  # fmt: skip
@@ -113,15 +128,15 @@ def work(folder: Path, rounds: int) -> None:
 
 def trainer(mesh: Any, name: str) -> Callable[[], None]:
     """A step of training."""
-    import torch
-
     import autopar
 
     outer, inner = mesh.mesh_dim_names
-    apart = autopar.Search(roles={outer: "local", inner: "shard"}, inexact=("local",))
+    role = "compressed" if name in COMPRESSED else "local"
+    apart = autopar.Search(roles={outer: role, inner: "shard"}, inexact=(role,))
     search = autopar.Search(recipe="hsdp") if name == SYNCHRONOUS else apart
     model = autopar.parallelize(language_model(0), mesh, batch_of(0), search=search)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = optimizer_of(name, model.parameters(), 1e-3)
+    compressed = autopar.CompressedGradients(model, optimizer, **COMPRESSED[name]) if name in COMPRESSED else None
     if name in APART:
         # Hooks run in the order in which they are registered: these are around the exchange.
         began = [0.0]
@@ -138,8 +153,19 @@ def trainer(mesh: Any, name: str) -> Callable[[], None]:
         model(**batch_of(done)).backward()
         optimizer.step()
         done += 1
+        if compressed is not None:
+            # Of both devices of the worker, of whose shards the second's are as large.
+            PREDICTED[name] = 2 * compressed.predicted.sent_bytes
 
     return step
+
+
+def optimizer_of(name: str, parameters: Any, lr: float) -> Any:
+    """AdamW, but for 1-bit Adam."""
+    import torch
+
+    kind = torch.optim.Adam if name.startswith("1-bit") else torch.optim.AdamW
+    return kind(parameters, lr=lr)
 
 
 def bytes_sent() -> int:
@@ -208,40 +234,47 @@ def _text() -> Any:
     return _known[0]
 
 
-def losses() -> list[dict[str, Any]]:
+def losses(names: list[str], steps: int, seeds: int) -> list[dict[str, Any]]:
     """Loss on validation text after so many tokens, of each way of training and seed."""
     import torch
 
     torch.set_num_threads(1)
     found = []
-    for seed in range(SEEDS):
-        for name in CURVES:
-            print(f"seed {seed}: {name}", file=sys.stderr)
-            found.append({"training": name, "seed": seed, "losses": curve(name, seed)})
+    for seed in range(seeds):
+        for name in names:
+            found.append(
+                {"training": name, "seed": seed, "losses": curve(name, seed, steps), "bytes": bytes_of(name, steps)}
+            )
+            print(found[-1], file=sys.stderr, flush=True)
     return found
 
 
-def curve(name: str, seed: int) -> list[tuple[int, float]]:
+def curve(name: str, seed: int, steps: int) -> list[tuple[int, float]]:
     """Tokens and loss: of worker 0 where there are several."""
     import torch
 
+    from autopar.low_communication.compressed.emulate import EmulatedCompression
     from autopar.low_communication.emulate import EmulatedWorkers
 
     settings, rows = CURVES[name], 8
     count = WORKERS if settings else 1
     first = language_model(seed, 64, 2)
     models = [copy.deepcopy(first) for _ in range(count)]
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in models]
-    workers = EmulatedWorkers(models, **settings) if settings else None
+    optimizers = [optimizer_of(name, m.parameters(), 3e-3) for m in models]
+    compressed = EmulatedCompression(models, optimizers, **settings) if settings and "method" in settings else None
+    workers = EmulatedWorkers(models, **settings) if settings and compressed is None else None
     held_out = batch_of(0, 128, seed, validation=True)
     points = []
-    for step in range(STEPS):
+    for step in range(steps):
         batch = batch_of(step, WORKERS * rows, seed)
         share = WORKERS * rows // count
         for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
             model(**{k: v[i * share : (i + 1) * share] for k, v in batch.items()}).backward()
-            optimizer.step()
+            if compressed is None:
+                optimizer.step()
+        if compressed is not None:
+            compressed.step()
         if workers is not None:
             workers.step()
         if (step + 1) % LOSSES == 0:
@@ -250,31 +283,56 @@ def curve(name: str, seed: int) -> list[tuple[int, float]]:
     return points
 
 
+def bytes_of(name: str, steps: int) -> float:
+    """That each of the four workers sends in the whole run, by the closed forms."""
+    from autopar.costs.cluster import Link
+    from autopar.costs.outer_exchange import compressed_collectives, exchange_cost
+    from autopar.low_communication.compressed.settings import Compression
+    from autopar.low_communication.exchange import sent_bytes
+
+    shapes = [tuple(p.shape) for p in language_model(0, 64, 2).parameters()]
+    link, given = Link("any", bandwidth=1.0, latency=1.0), CURVES[name] or {}
+    if given and "method" not in given:
+        elements = sum(p.numel() for p in language_model(0, 64, 2).parameters())
+        return steps // ROUND * sent_bytes(elements, 4, WORKERS, given.get("bits"))
+    settings = Compression(**given) if given else None
+    plain = steps if settings is None else settings.plain_steps
+    found = plain * exchange_cost(compressed_collectives("", shapes, 4, WORKERS, 0), WORKERS, link).sent_bytes
+    if settings is not None:
+        kinds = compressed_collectives(settings.method, shapes, 4, WORKERS, settings.how_much)
+        found += (steps - plain) * exchange_cost(kinds, WORKERS, link).sent_bytes
+    return found
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Seconds and bytes of a step, beside synchronous training and training without exchanges."""
     by_name = {r["training"]: r for r in rows}
-    synchronous, alone = by_name[SYNCHRONOUS], by_name[ALONE]
-    heads = f"{'ms a step':>10} {'exchanging':>11} {'KiB a step':>11} {'of synchronous bytes':>21} {'over none':>10}"
+    synchronous, alone = by_name[SYNCHRONOUS], by_name.get(ALONE)
+    heads = f"{'ms a step':>10} {'exchanging':>11} {'KiB a step':>11} {'predicted':>10}"
+    heads += f" {'of synchronous bytes':>21} {'over none':>10}"
     lines = [f"{'training':<20} {heads}"]
     for r in rows:
-        share, slower = r["bytes"] / synchronous["bytes"], r["seconds"] / alone["seconds"]
+        share = r["bytes"] / synchronous["bytes"]
+        slower = f"{r['seconds'] / alone['seconds']:10.3f}" if alone else ""
         figures = f"{1e3 * r['seconds']:10.1f} {1e3 * r['exchanging']:11.1f} {r['bytes'] / 1024:11.1f}"
-        lines.append(f"{r['training']:<20} {figures} {f'1/{1 / share:.1f}' if share else '0':>21} {slower:10.3f}")
+        figures += f" {r['predicted'] / 1024:10.1f}" if r["predicted"] else f" {'':>10}"
+        lines.append(f"{r['training']:<20} {figures} {f'1/{1 / share:.1f}' if share else '0':>21} {slower:>10}")
     return "\n".join(lines)
 
 
 def curve_table(curves: list[dict[str, Any]]) -> str:
     """Mean loss over seeds, and the largest distance from it."""
     tokens = [t for t, _ in curves[0]["losses"]]
-    lines = [f"{'training':<20}" + "".join(f"{f'{t:,} tokens':>22}" for t in tokens)]
-    for name in CURVES:
+    lines = [f"{'training':<20}" + "".join(f"{f'{t:,} tokens':>22}" for t in tokens) + f"{'MiB sent':>10}"]
+    for name in dict.fromkeys(c["training"] for c in curves):
         own = [c["losses"] for c in curves if c["training"] == name]
+        sent = next(c["bytes"] for c in curves if c["training"] == name)
         cells = []
         for i in range(len(tokens)):
             values = [points[i][1] for points in own]
             mean = statistics.mean(values)
             cells.append(f"{mean:.3f} ± {max(abs(v - mean) for v in values):.3f}")
-        lines.append(f"{name:<20}" + "".join(f"{c:>22}" for c in cells))
+        lines.append(f"{name:<20}" + "".join(f"{c:>22}" for c in cells) + f"{sent / 2**20:10.2f}")
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from autopar.costs.arguments import AXES, SIZE, number, require, shown, whole
 from autopar.costs.cluster import Between, Device, DeviceGroup, Link
 from autopar.costs.memory import parse_bytes
 from autopar.integrations.metrics import watch
+from autopar.low_communication.compressed.settings import Compression
 from autopar.low_communication.settings import Settings
 from autopar.parallelize import parallelize
 
@@ -89,6 +90,10 @@ OF_SETTINGS: dict[str, list[Any]] = {
     "every": [0, None, "auto", *NO_WHOLE], "outer_lr": [0, INF, *NO_NUMBER], "outer_momentum": [1, 2, INF, *NO_NUMBER],
     "nesterov": [None, *NO_FLAG], "fragments": [0, 9, *NO_WHOLE], "delay": [8, *NO_WHOLE], "mix": [1, INF, *NO_NUMBER],
     "bits": [0, 2, 16, 8.0, "8", True, [], Awkward()], "synchronous": NO_WHOLE,
+}  # fmt: skip
+OF_COMPRESSION: dict[str, list[Any]] = {
+    "method": ["signs", "", None, 1, [], Awkward()], "rank": [0, *NO_WHOLE], "share": [0, 1.5, INF, *NO_NUMBER],
+    "freeze": [0, 3, *NO_WHOLE], "start": [None, *NO_WHOLE], "seed": [None, *NO_WHOLE],
 }  # fmt: skip
 OF_PINS: dict[str, list[Any]] = {
     "recompute": ["all", 1, None, []], "offload": ["all", 1, True], "overlap": ["all", 1, None],
@@ -160,6 +165,7 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
         ("verify", autopar.verify, {**given, "axes": {"a": 2}}, OF_VERIFY),
         ("Search", Search, {}, OF_SEARCH),
         ("Settings", Settings, {"every": 8}, OF_SETTINGS),
+        ("Compression", Compression, {"method": "powersgd", "rank": 2}, OF_COMPRESSION),
         ("pins", lambda **pins: Search(pins=pins), {}, OF_PINS),
         ("stages", lambda **pins: Search(pins={"stages": 2, **pins}), {}, OF_STAGES),
         ("Device", Device, {"name": "d", "flops": {"float32": 1.0}, "memory": 1, "bandwidth": 1, "launch": 1}, OF_DEVICE),

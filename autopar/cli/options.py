@@ -39,7 +39,7 @@ RolesOption = Annotated[
     str, typer.Option("--roles", metavar="AXIS=ROLE,...", help="What axes are used for: node=data,gpu=tensor.")
 ]
 Inexact = Annotated[
-    str, typer.Option("--inexact", metavar="CHOICE,...", help="Allow what changes the numbers: local, a role.")
+    str, typer.Option("--inexact", metavar="CHOICE,...", help="Allow what changes numbers: roles local, compressed.")
 ]
 Pins = Annotated[
     list[str] | None,

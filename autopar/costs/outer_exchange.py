@@ -1,4 +1,4 @@
-"""What exchanges of workers that train apart cost, and how often to exchange so that this hides: closed forms.
+"""What exchanges among workers cost, and how often to exchange so that this hides: closed forms.
 
 A round of H steps exchanges every fragment once. Of P fragments that take ``E`` seconds together, each is sent at its
 turn and used ``delay`` steps later, which hide ``delay`` steps of its ``E / P`` seconds. Workers wait for the rest.
@@ -7,6 +7,7 @@ turn and used ``delay`` steps later, which hide ``delay`` steps of its ``E / P``
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.costs.cluster import Link
@@ -17,6 +18,9 @@ SHARE = 0.05
 
 BLOCK, SCALE = 256, 4
 """Quantized numbers that share a scale, and its bytes."""
+
+INDEX = 4
+"""Bytes of the index of a number that is sent by itself."""
 
 
 def exchange_kind(bits: int | None) -> str:
@@ -39,6 +43,90 @@ def exchange_size(elements: int, itemsize: int, workers: int, bits: int | None) 
     if bits is None:
         return elements * itemsize
     return workers * -(-elements // BLOCK) * (BLOCK * bits // 8 + SCALE)
+
+
+def is_low_rank(shape: tuple[int, ...], rank: int) -> bool:
+    """Whether two factors of a rank are fewer numbers than the matrix of these sizes, dims after the first as one.
+
+    >>> is_low_rank((16, 32), 2), is_low_rank((4, 3), 2), is_low_rank((512,), 2)
+    (True, False, False)
+    """
+    rows, columns = matrix_of(shape)
+    return len(shape) > 1 and rank * (rows + columns) < rows * columns
+
+
+def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor whose dims after the first are one."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def largest_of(elements: int, share: float) -> int:
+    """How many of some numbers are a share of them."""
+    return math.ceil(share * elements)
+
+
+def piece_of(elements: int, workers: int) -> int:
+    """The largest of as many pieces of some numbers as there are workers."""
+    return -(-elements // workers)
+
+
+def compressed_collectives(
+    method: str, shapes: Sequence[tuple[int, ...]], itemsize: int, workers: int, how: float
+) -> list[tuple[str, int]]:
+    """Kinds and sizes in bytes of the collectives of one step with compressed gradients, see `COLLECTIVES`.
+
+    Args:
+        method: ``powersgd``, ``topk`` or ``onebit``; ``""``: a plain mean.
+        shapes: of a device's shards.
+        itemsize: bytes of each number.
+        workers: how many exchange.
+        how: rank of ``powersgd``, share of ``topk``.
+
+    >>> compressed_collectives("powersgd", [(16, 32), (16,)], 4, 2, 2)
+    [('all_reduce', 192), ('all_reduce', 256)]
+    >>> compressed_collectives("topk", [(16, 32), (16,)], 4, 2, 0.1)
+    [('all_gather', 864)]
+    >>> compressed_collectives("onebit", [(16, 32), (16,)], 4, 2, 0)
+    [('all_to_all', 82), ('all_gather', 82)]
+    """
+    counts = [math.prod(shape) for shape in shapes]
+    if method == "powersgd":
+        low = [matrix_of(s) for s in shapes if is_low_rank(s, int(how))]
+        whole = sum(n for s, n in zip(shapes, counts, strict=True) if not is_low_rank(s, int(how)))
+        first = int(how) * sum(rows for rows, _ in low) + whole
+        sizes = [first, int(how) * sum(columns for _, columns in low)]
+        return [("all_reduce", size * itemsize) for size in sizes if size]
+    if method == "topk":
+        return [("all_gather", workers * sum(largest_of(n, how) for n in counts) * (itemsize + INDEX))]
+    if method == "onebit":
+        row = sum(-(-piece_of(n, workers) // 8) + itemsize for n in counts)
+        return [("all_to_all", workers * row), ("all_gather", workers * row)]
+    return [("all_reduce", sum(counts) * itemsize)]
+
+
+@dataclass(frozen=True)
+class ExchangeCost:
+    """What the exchange of one step costs.
+
+    Attributes:
+        sent_bytes: that a device sends.
+        seconds: for which all wait.
+    """
+
+    sent_bytes: float
+    seconds: float
+
+
+def exchange_cost(collectives: Sequence[tuple[str, int]], workers: int, link: Link) -> ExchangeCost:
+    """Bytes and seconds of collectives that come one after another.
+
+    Args:
+        collectives: kinds and sizes.
+        workers: how many take part.
+        link: between them, a device's own share of it.
+    """
+    sent = sum(float(wire_bytes(kind, size, workers)) for kind, size in collectives)
+    return ExchangeCost(sent, sum(float(COLLECTIVES[kind](size, workers, link)) for kind, size in collectives))
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,13 @@ def check_plan(
     )  # fmt: skip
     # The bound is verified here and now, and not read from a file.
     given = search or _space_of(plan)
+    role = given.worker_role
     workers, _, given = given.of_worker(dict(plan.workers) | dict(plan.axes))
-    if search is not None and workers != plan.workers:
-        raise PlanError(f"the plan has workers {dict(plan.workers)}, and the search {dict(workers)}; {AGAIN}")
+    if search is not None and (workers, role) != (plan.workers, plan.worker_role):
+        raise PlanError(
+            f"the plan has workers {dict(plan.workers)} ({plan.worker_role}), and the search {dict(workers)} ({role}); "
+            f"{AGAIN}"
+        )
     search = replace(given, check=True, cache=False)
     axes, policy = dict(plan.axes), Precision.resolve(precision)
     batch = part_of_worker(model, batch, plan.workers)
@@ -110,7 +114,7 @@ def check_plan(
         )
     bound = min(best.lower_bound, objective)
     checked = replace(found, certificate=replace(best, objective=objective, lower_bound=bound))
-    return replace(checked, workers=()).of_workers(plan.workers)
+    return replace(checked, workers=()).of_workers(plan.workers, plan.worker_role)
 
 
 def _space_of(plan: Plan) -> Search:

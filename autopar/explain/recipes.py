@@ -96,6 +96,7 @@ def find_plan(
     require(axes=(axes, AXES), compile=(compile, FLAG))
     search, machine = search or Search(), Cluster.resolve(cluster)
     search.require_axes(axes)
+    role = search.worker_role
     workers, axes, search = search.of_worker(axes)
     tensors = binding.flatten(model, batch)[0] if workers else []
     batch = part_of_worker(model, batch, workers)
@@ -117,7 +118,7 @@ def find_plan(
             if requested():  # nothing found so far fits, but the search was not over: that proves nothing
                 raise KeyboardInterrupt from e
             raise
-    return Found(found.of_workers(workers), program, budget, search)
+    return Found(found.of_workers(workers, role), program, budget, search)
 
 
 def compare_recipes(found: Found, tick: Tick | None = None) -> tuple[Comparison, ...]:

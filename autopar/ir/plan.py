@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -142,8 +142,12 @@ class Stage:
 
 _WHOLE = (Stage(("",)),)
 
-WORKER = "of one worker of several that train apart between exchanges: not equal to synchronous training"
-"""What a certificate says of a plan with workers."""
+WORKER = {
+    "local": "of one worker of several that train apart between exchanges: not equal to synchronous training",
+    "compressed": "of one worker of several that exchange compressed gradients in each step, of which "
+    "CompressedGradients.error is the relative error: not equal to synchronous training",
+}
+"""What a certificate says of a plan with workers, by the role of their axis."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +221,9 @@ class Plan:
             `autopar.passes.collectives.overlap_collectives`: what is in flight takes memory. Products may then be cut
             into chunks beside the collectives of their rows, see `autopar.passes.collectives.chunk_collectives`.
         fused: whether costs are those of kernels that a compiler fuses, see `autopar.rules.shapes.fused_kernels`.
-        workers: name and size of the mesh axis of workers that train apart (role ``local``), outside of ``axes``: each
+        workers: name and size of the mesh axis of workers (role ``local`` or ``compressed``), outside of ``axes``: each
             has all of ``axes`` to itself, and the plan is one worker's, for its part of the batch. Empty: none do.
+        worker_role: of this axis: workers train apart, or exchange compressed gradients.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -245,14 +250,15 @@ class Plan:
     overlap: bool = False
     fused: bool = False
     workers: tuple[tuple[str, int], ...] = ()
+    worker_role: str = "local"
 
-    def of_workers(self, workers: tuple[tuple[str, int], ...]) -> Plan:
-        """The plan as that of each of some workers; the certificate says what that means."""
+    def of_workers(self, workers: tuple[tuple[str, int], ...], role: str) -> Plan:
+        """The plan as that of each of some workers, whose axis has this role; the certificate says what that means."""
         if not workers:
             return self
-        note = f"{WORKER}, {' x '.join(f'{axis}={n}' for axis, n in workers)}"
+        note = f"{WORKER[role]}, {' x '.join(f'{axis}={n}' for axis, n in workers)}"
         certificate = replace(self.certificate, space=f"{self.certificate.space}; {note}")
-        return replace(self, workers=workers, certificate=certificate)
+        return replace(self, workers=workers, worker_role=role, certificate=certificate)
 
     @property
     def inner(self) -> Plan:
@@ -308,7 +314,7 @@ class Plan:
         data["overlap"] = self.overlap
         data["fused"] = self.fused
         data["scatter"] = None if self.scatter is None else asdict(self.scatter)
-        data["workers"] = dict(self.workers)
+        data["workers"], data["worker_role"] = dict(self.workers), self.worker_role
         data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         for name in ("recompute", "offload"):
@@ -491,6 +497,7 @@ class _File:
     padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     forced_consumer_layouts: tuple[str, ...] = ()
     workers: Mapping[str, Annotated[int, msgspec.Meta(ge=1, lt=2**31)]] = field(default_factory=dict)
+    worker_role: Literal["local", "compressed"] = "local"
     recompute: Ranges = field(default_factory=dict)
     offload: Ranges = field(default_factory=dict)
 

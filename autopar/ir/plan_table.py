@@ -100,6 +100,12 @@ def figures(rows: Iterable[tuple[str, str]]) -> Table:
     return grid
 
 
+_MEANING = {
+    "local": "they train apart between exchanges",
+    "compressed": "they exchange compressed gradients in each step (relative error: CompressedGradients.error)",
+}
+
+
 def _header(plan: Plan) -> RenderableType:
     links = plan.cluster.link_for(dict(plan.axes))
     devices = math.prod(plan.axis_sizes)
@@ -113,8 +119,9 @@ def _header(plan: Plan) -> RenderableType:
     if plan.workers:
         (axis, count), all_axes = plan.workers[0], dict(plan.workers) | dict(plan.axes)
         over = plan.cluster.link_for(all_axes)[0].name
-        said = f"{count} along axis {axis} over {over} (role local), each on the axes above with its part of the batch"
-        rows.append(("workers", f"{said}; they train apart between exchanges: not equal to synchronous training"))
+        role = plan.worker_role
+        said = f"{count} along axis {axis} over {over} (role {role}), each on the axes above with its part of the batch"
+        rows.append(("workers", f"{said}; {_MEANING[role]}: not equal to synchronous training"))
     if plan.pipeline is not None:
         parts = ", equal outputs are sent in parts" if plan.scatter else ""
         said = f"{len(plan.stages)} along axis {plan.pipeline.axis}, schedule {plan.pipeline.order}{parts}"

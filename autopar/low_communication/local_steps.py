@@ -7,31 +7,27 @@ import logging
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from autopar.costs.arguments import FLAG, a, require
+from autopar.costs.arguments import FLAG, require
 from autopar.costs.outer_exchange import RoundCost
-from autopar.errors import AutoparError, RankError
+from autopar.errors import AutoparError
 from autopar.low_communication.choose_round import AUTO, Wanted, chosen, predicted
 from autopar.low_communication.exchange import InFlight, send, sent_bytes
 from autopar.low_communication.fragments import split_in_fragments
 from autopar.low_communication.outer import OuterState, require_exchangeable
 from autopar.low_communication.settings import Settings
+from autopar.low_communication.worker_exchange import WorkerExchange
 from autopar.module.parallel_module import ParallelModule
-from autopar.runtime.dtensor import to_local
-from autopar.runtime.mesh import Workers
 from autopar.runtime.state.parameters import checksum
 
 logger = logging.getLogger("autopar")
 
-_attached: WeakSet[torch.optim.Optimizer] = WeakSet()
 
-
-class LocalSteps:
+class LocalSteps(WorkerExchange):
     """Local SGD, DiLoCo and streaming DiLoCo, at the end of an optimizer's steps.
 
     From its first step on, the optimizer of each worker trains this worker's parameters alone. Every ``every`` steps
@@ -52,8 +48,9 @@ class LocalSteps:
         settings: what is exchanged, and when; None until ``"auto"`` is decided, in the first step.
         steps: how many the optimizer has made.
         exchanges: how many fragments have been sent.
-        bytes_sent: by this rank since this was made, as a ring sends them.
     """
+
+    role, what = "local", "local steps"
 
     def __init__(
         self,
@@ -93,38 +90,21 @@ class LocalSteps:
         Raises:
             ValueError: an argument is wrong, the mesh has no workers, or the optimizer lacks a trained parameter.
         """
-        require(
-            model=(model, a(ParallelModule, "what parallelize() returned")),
-            optimizer=(optimizer, a(torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters")),
-            host=(host, FLAG),
-        )
-        workers = model._autopar.context.workers
-        if workers is None:
-            raise ValueError(
-                "the mesh has no axis of workers: give one the role, "
-                'parallelize(..., search=Search(roles={AXIS: "local"}, inexact=("local",)))'
-            )
-        if optimizer in _attached:
-            raise ValueError("the optimizer has LocalSteps already; detach() those first")
+        super().__init__(model, optimizer)
+        require(host=(host, FLAG))
         mix = (0.5 if delay else 0.0) if mix is None else mix
         outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
         self._wanted = Wanted(every, fragments, delay, outer | {"mix": mix, "bits": bits, "synchronous": synchronous})
         self.settings: Settings | None = None if self._wanted.is_open else self._wanted.settings(every, fragments)
-        self.steps, self.exchanges, self.bytes_sent = 0, 0, 0
-        self.model, self.optimizer = model, optimizer
-        self._workers: Workers = workers
+        self.steps, self.exchanges = 0, 0
         self._host = host
         self._outer: OuterState | None = None
         self._compared = False
         self._fragments: list[list[str]] = []
         self._in_flight: dict[int, InFlight] = {}
-        self._group: ProcessGroup = workers.group
+        self._group: ProcessGroup = self._workers.group
         require_exchangeable(self._tensors(), bits)
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._before()),
-            optimizer.register_step_post_hook(lambda *_: self._after()),
-        ]
-        _attached.add(optimizer)
+        self._attach(self._before, self._after)
 
     @property
     def predicted(self) -> RoundCost:
@@ -132,12 +112,6 @@ class LocalSteps:
         if self.settings is None:
             raise AutoparError("every='auto' is decided in the first step; before it there is no prediction")
         return predicted(self.model, self._tensors(), self.settings)
-
-    def detach(self) -> None:
-        """The optimizer's steps are no longer followed by exchanges; what is in flight is dropped."""
-        for hook in self._hooks:
-            hook.remove()
-        _attached.discard(self.optimizer)
 
     def synchronize(self) -> None:
         """Exchange everything now, so that all workers have the same parameters; every rank calls it.
@@ -156,27 +130,6 @@ class LocalSteps:
         for fragment in range(len(self._fragments)):
             self._use(fragment, 0.0)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of what is trained, by name, in the model's order.
-
-        Raises:
-            ValueError: the optimizer lacks some, or has others.
-        """
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        missing = [name for name, p in trained.items() if id(p) not in held]
-        if missing:
-            raise ValueError(
-                f"the optimizer does not have {missing[0]!r}, which is trained: workers would keep different ones; "
-                "give LocalSteps an optimizer of all trained parameters"
-            )
-        if held - {id(p) for p in self.model.parameters()}:
-            raise ValueError(
-                "the optimizer has a parameter that is none of the model's, and would differ among workers: give "
-                "LocalSteps an optimizer of the model's parameters alone"
-            )
-        return {name: to_local(p).detach() for name, p in trained.items()}
-
     def _begun(self) -> OuterState:
         """The outer state, made and compared when it is first wanted; every rank comes here at the same time."""
         outer = self._made()
@@ -191,18 +144,16 @@ class LocalSteps:
         return self._outer
 
     def _new_state(self) -> OuterState:
-        session = self.model._autopar
-        if session.first is None:
-            raise AutoparError("layouts are not decided yet: call the model once, or pass batch= to parallelize()")
-        session.require_values()
+        self._require_layouts()
         tensors = self._tensors()
         if self.settings is None:
             self.settings = chosen(self.model, tensors, self._wanted)
             logger.info("local steps: %s", self.settings)
         sizes = {n: p.numel() for n, p in self.model.named_parameters() if n in tensors}
         self._fragments = split_in_fragments(sizes, self.settings.fragments)
-        device = torch.device("cpu") if self._host else session.context.device
-        if self._host and session.context.device.type != "cpu":
+        own = self.model._autopar.context.device
+        device = torch.device("cpu") if self._host else own
+        if self._host and own.type != "cpu":
             self._group = self._host_group()
         return OuterState(tensors, self._fragments, device)
 
@@ -230,44 +181,20 @@ class LocalSteps:
         self._require_same_at_a_place((*own, ("the values agreed on", checksum(outer.anchor))), "the start")
         self._compared = True
 
-    def _require_same_at_a_place(self, own: tuple[tuple[str, str], ...], what: str) -> None:
-        """Check that the ranks at one place in each worker have the same; every rank of all workers calls it.
-
-        Raises:
-            RankError: two do not.
-        """
-        first: dict[Any, tuple[int, Any]] = {}
-        given = self.model._autopar.context.coordinates, own
-        for rank, (place, rest) in enumerate(self._workers.everyone.gather(given, f"{what} of local steps")):
-            other, expected = first.setdefault(place, (rank, rest))
-            for (name, has), (_, known) in zip(rest, expected, strict=True):
-                if has != known:
-                    raise RankError(
-                        f"{name} of local steps differ: rank {rank} has {has}, rank {other} has {known}; make them "
-                        "with the same arguments, and start workers from the same weights or checkpoint"
-                    )
-
-    def _before(self) -> None:
+    def _before(self, has_closure: bool) -> None:
         """Before an optimizer's step."""
-        if self.model._autopar.deferred.is_aside:  # a step that only allocates state
-            return
         self._begun()
         assert self.settings is not None
         if self.steps < self.settings.synchronous:
+            self._require_gradients(has_closure)
             self._average_gradients()
 
     def _average_gradients(self) -> None:
         """Replace each gradient by the mean over workers."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        have = hashlib.sha256(repr([p.grad is not None for p in parameters]).encode()).hexdigest()[:6]
         what = f"synchronous step {self.steps + 1} of {self.model._autopar.name}"
-        # Not a detail of the meeting: ranks of different stages have gradients of different parameters.
-        self._require_same_at_a_place(((f"which parameters have gradients in {what}", have),), what)
+        gradients, _ = self._gradients(what)
         with self._workers.everyone.during(what):
-            for parameter in parameters:
-                if parameter.grad is None or not to_local(parameter.grad).numel():
-                    continue
-                local = to_local(parameter.grad)
+            for local in gradients.values():
                 mean = local.contiguous()
                 dist.all_reduce(mean, group=self._workers.group)
                 local.copy_(mean / self._workers.count)
@@ -275,8 +202,6 @@ class LocalSteps:
 
     def _after(self) -> None:
         """After an optimizer's step."""
-        if self.model._autopar.deferred.is_aside:
-            return
         outer, settings = self._begun(), self.settings
         assert settings is not None
         self.steps += 1
@@ -321,6 +246,9 @@ class LocalSteps:
         with self._workers.everyone.during(f"the mean of fragment {fragment}"):
             mean = self._in_flight.pop(fragment).wait()
         self._outer.apply(fragment, self._tensors(), mean, self.settings, mix)
+
+    def _settings(self) -> Settings | None:
+        return self.settings
 
     def state_dict(self) -> dict[str, Any]:
         """What to save, see `autopar.low_communication.saved_state`; every rank calls it."""

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.low_communication.exchange import InFlight
+from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.dtensor import in_layout, local_like, redistribute, to_local
 from autopar.runtime.state.stage_tensor import StageTensor, with_owner
 from autopar.runtime.state.state_dict import savable
@@ -37,7 +38,7 @@ def saved_state(steps: LocalSteps) -> dict[str, Any]:
             names = steps._fragments[fragment]
             parts = torch.split(mean, [outer.anchor[n].numel() for n in names])
             found[MEAN] |= {n: p.view_as(outer.anchor[n]) for n, p in zip(names, parts, strict=True)}
-    tensors = {f"{kind}.{n}": _saved(steps, n, t) for kind, own in found.items() for n, t in own.items()}
+    tensors = {f"{kind}.{n}": in_shards(steps.model, n, t) for kind, own in found.items() for n, t in own.items()}
     return {
         "settings": str(steps.settings), "steps": steps.steps, "exchanges": steps.exchanges,
         "in_flight": sorted(means), "tensors": tensors,
@@ -48,12 +49,12 @@ def _arrived(fragment: int, mean: torch.Tensor) -> InFlight:
     return InFlight(fragment, lambda: mean)
 
 
-def _saved(steps: LocalSteps, name: str, local: torch.Tensor) -> torch.Tensor:
-    """A tensor of the outer state in the parameter's layout, in shards that checkpoints can hold."""
-    parameter: torch.Tensor = steps.model.get_parameter(name)
+def in_shards(model: ParallelModule, name: str, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of a rank's shard in the parameter's layout, in shards that checkpoints can hold."""
+    parameter: torch.Tensor = model.get_parameter(name)
     if not isinstance(parameter, DTensor):
         return local.clone()
-    session = steps.model._autopar
+    session = model._autopar
     tensor = local_like(local.to(parameter.device, copy=True), parameter)
     tensor = with_owner(tensor, parameter.owner_stage if isinstance(parameter, StageTensor) else None)
     return savable(tensor, session.types().get(name), session.context)
@@ -66,9 +67,7 @@ def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
         AutoparError: it is of other settings or parameters.
     """
     outer = steps._outer = steps._new_state()
-    own, saved = str(steps.settings), state["settings"]
-    if own != saved:
-        raise AutoparError(f"these local steps have {own}, and what is loaded has {saved}; make them with the same")
+    steps.require_settings(state)
     kinds = {ANCHOR: outer.anchor, MOMENTUM: outer.momentum}
     means = {name: torch.zeros_like(t) for name, t in outer.anchor.items()}
     if state["in_flight"]:
@@ -77,7 +76,7 @@ def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
         for name, tensor in tensors.items():
             if f"{kind}.{name}" not in state["tensors"]:
                 raise AutoparError(f"what is loaded has no {kind} of {name!r}: it is of another model")
-            tensor.copy_(_own_shard(steps, name, state["tensors"][f"{kind}.{name}"]))
+            tensor.copy_(own_shard(steps.model, name, state["tensors"][f"{kind}.{name}"]))
     steps.steps, steps.exchanges = state["steps"], state["exchanges"]
     steps._in_flight = {}
     for fragment in state["in_flight"]:
@@ -86,10 +85,10 @@ def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
     steps._require_same(outer)
 
 
-def _own_shard(steps: LocalSteps, name: str, value: torch.Tensor) -> torch.Tensor:
+def own_shard(model: ParallelModule, name: str, value: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a saved tensor."""
-    parameter: torch.Tensor = steps.model.get_parameter(name)
-    session = steps.model._autopar
+    parameter: torch.Tensor = model.get_parameter(name)
+    session = model._autopar
     if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     known = session.types().get(name)

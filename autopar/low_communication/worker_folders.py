@@ -24,7 +24,7 @@ def common_checkpoint(folder: Path, model: ParallelModule) -> Path:
     own, session = worker_folder(folder, model), model._autopar
     if (folder / folders.MANIFEST).is_file():
         raise AutoparError(
-            f"{folder} is one checkpoint, and workers (role 'local') have a folder each: give the folder that "
+            f"{folder} is one checkpoint, and workers have a folder each: give the folder that "
             "autopar.checkpoint.save() was given"
         )
     every_rank = session.context.everyone.gather(folders.whole(own), "finding a checkpoint of all workers")

@@ -25,10 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of a mesh, which train apart between exchanges, and which of them this rank belongs to.
+    """The workers of a mesh, whose graphs have no collectives among them, and which of them this rank belongs to.
 
     Attributes:
         axis: the mesh axis of the workers.
+        role: of this axis: ``local``, they train apart between exchanges, or ``compressed``.
         count: how many there are.
         index: of this rank's worker.
         group: the ranks at this rank's place in each worker, which hold the same shards.
@@ -36,6 +37,7 @@ class Workers:
     """
 
     axis: str
+    role: str
     count: int
     index: int
     group: ProcessGroup
@@ -214,8 +216,13 @@ def axes_of(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(names, mesh.shape, strict=True))
 
 
-def worker_context(mesh: DeviceMesh, timeout: float) -> MeshContext:
+def worker_context(mesh: DeviceMesh, timeout: float, role: str) -> MeshContext:
     """This rank's context within its worker, where each index of the mesh's outermost axis is one; every rank calls it.
+
+    Args:
+        mesh: of all workers.
+        timeout: seconds that a rank waits for the others.
+        role: of the workers' axis.
 
     Raises:
         ValueError: as `mesh_context`.
@@ -223,9 +230,9 @@ def worker_context(mesh: DeviceMesh, timeout: float) -> MeshContext:
     whole = mesh_context(mesh, timeout)
     (axis, count), *within = whole.axes
     assert whole.control is not None
-    whole.agree(("workers", *whole.axes), "the axes of the mesh", "pass the same plan= or search= on every rank")
+    whole.agree(("workers", role, *whole.axes), "the axes of the mesh", "pass the same plan= or search= on every rank")
     group = mesh.get_group(0)
-    workers = Workers(axis, count, whole.coordinates[0], group, whole.control)
+    workers = Workers(axis, role, count, whole.coordinates[0], group, whole.control)
     if not within:
         return replace(one_device(whole.device), timeout=timeout, workers=workers)
     # The same ranks as torch's submesh: every process makes the group of its own worker only.

@@ -13,7 +13,7 @@ from autopar.pipeline.custom_schedule import as_text, is_table
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
 from autopar.search.formulation.axis_roles import ROLES
-from autopar.search.formulation.local_axes import Axes, check_inexact, exact_roles, worker_axes
+from autopar.search.formulation.local_axes import Axes, check_inexact, exact_roles, worker_axes, worker_role
 from autopar.search.formulation.pins import Restrictions, read_layout, read_placement
 from autopar.search.formulation.recipes import GATHERS_ONCE, check_recipe, roles_of
 from autopar.search.pipeline.shape import ScheduledStages
@@ -71,8 +71,9 @@ class Search:
             what the recipe leaves open. ``"random"`` draws a feasible plan, for tests; it ignores budgets.
         roles: what each axis is for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see
             `autopar.search.formulation.axis_roles`. Without a recipe, axes without a role are searched;
-            ``"megatron"`` takes roles, too. ``local``, beside any recipe, is for the outermost axis: its indices are
-            workers that train apart, see `autopar.LocalSteps`.
+            ``"megatron"`` takes roles, too. ``local`` and ``compressed``, beside any recipe, are for the outermost
+            axis: its indices are workers that train apart, see `autopar.LocalSteps`, or that exchange compressed
+            gradients, see `autopar.CompressedGradients`.
         seed: of the random plan.
         tie_layers: repeated layers have the same layouts; False searches each layer on its own.
         padding: parameters whose dims an axis does not divide, such as a vocabulary of 50257, may be padded on the
@@ -172,11 +173,16 @@ class Search:
         for name, value in self.layouts.items() if not self.pipelines else ():
             read_layout(name, value, tuple(axes))
 
+    @property
+    def worker_role(self) -> str:
+        """The role of the workers' axis: ``local`` unless another is given."""
+        return worker_role(self.roles)
+
     def of_worker(self, axes: Mapping[str, int]) -> tuple[Axes, dict[str, int], Search]:
-        """The axis of workers that train apart, none or one; a worker's own axes, and how to search on them.
+        """The axis of workers, none or one; a worker's own axes, and how to search on them.
 
         Raises:
-            ValueError: the axis with the role ``local`` is missing or not the outermost one.
+            ValueError: the axis of workers is missing or not the outermost one.
         """
         workers, within = worker_axes(self.roles, axes)
         if not workers:

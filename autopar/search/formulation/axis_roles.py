@@ -2,18 +2,19 @@
 
 On an axis with a role, operators keep the strategies that split what the role says:
 
-=========  =====================================================  ===================================================
-role       operators                                              parameters
-=========  =====================================================  ===================================================
-data       split along the batch, where they have it              replicated
-optimizer  split along the batch, where they have it              split, and gathered for use; gradients all-reduced
-shard      split along the batch, where they have it              split, and gathered for use; gradients scattered
-expert     split along the batch; rows go to their experts        those of experts split along these, else replicated
-context    split along the sequence, where they have it           as shard
-tensor     split along the tensor-parallel factors                split along those factors, else replicated
-sequence   as tensor; along the sequence between the linears      as tensor
-local      see `autopar.search.formulation.local_axes`            each worker has its own
-=========  =====================================================  ===================================================
+==========  =====================================================  ===================================================
+role        operators                                              parameters
+==========  =====================================================  ===================================================
+data        split along the batch, where they have it              replicated
+optimizer   split along the batch, where they have it              split, and gathered for use; gradients all-reduced
+shard       split along the batch, where they have it              split, and gathered for use; gradients scattered
+expert      split along the batch; rows go to their experts        those of experts split along these, else replicated
+context     split along the sequence, where they have it           as shard
+tensor      split along the tensor-parallel factors                split along those factors, else replicated
+sequence    as tensor; along the sequence between the linears      as tensor
+local       see `autopar.search.formulation.local_axes`            each worker has its own
+compressed  as local                                               the same on all workers
+==========  =====================================================  ===================================================
 
 Everything is found by factors, nothing by names. What the roles leave open, such as where partial sums are added up,
 the search decides.
@@ -51,8 +52,11 @@ from autopar.sharding.factor_kinds import (
 from autopar.sharding.layer_classes import LayerClasses
 
 DATA, OPTIMIZER, SHARD, EXPERT, CONTEXT = "data", "optimizer", "shard", "expert", "context"
-TENSOR, SEQUENCE, LOCAL = "tensor", "sequence", "local"
-ROLES = (DATA, OPTIMIZER, SHARD, EXPERT, CONTEXT, TENSOR, SEQUENCE, LOCAL)
+TENSOR, SEQUENCE, LOCAL, COMPRESSED = "tensor", "sequence", "local", "compressed"
+WORKER_ROLES = (LOCAL, COMPRESSED)
+"""Roles of an axis of workers, which is left out of what is planned."""
+
+ROLES = (DATA, OPTIMIZER, SHARD, EXPERT, CONTEXT, TENSOR, SEQUENCE, *WORKER_ROLES)
 
 SPLIT_BATCH, SPLIT_STATES = (DATA, OPTIMIZER, SHARD, EXPERT), (OPTIMIZER, SHARD, CONTEXT)
 """Roles that split the batch, and those that split parameters and their states between steps."""
@@ -307,7 +311,7 @@ def read_roles(roles: Mapping[str, str], axes: Sequence[str]) -> Roles:
             raise ValueError(f"roles= names axis {axis!r}; the mesh has {', '.join(axes)}")
         if role not in ROLES:
             raise ValueError(f"roles= gives axis {axis!r} the role {role!r}; there are {', '.join(ROLES)}")
-        if role == LOCAL:
+        if role in WORKER_ROLES:
             raise ValueError(
                 f"roles= gives axis {axis!r} the role {role!r}: only autopar.parallelize and autopar.plan take that; "
                 "leave the axis and the role out here, and take a worker's part of the batch"

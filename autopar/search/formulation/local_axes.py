@@ -1,8 +1,9 @@
-"""Role ``"local"``: an axis whose devices are workers that train apart, and exchange only now and then.
+"""Roles ``"local"`` and ``"compressed"``: an axis whose devices are workers, between which nothing is planned.
 
-Such an axis is left out of what is planned: each of its indices is a worker, with all of the other axes to itself, its
-part of the batch, and parameters of its own, which `autopar.LocalSteps` brings together every so many steps. That is
-not what synchronous training computes, so `Search(inexact=("local",))` must ask for it.
+Such an axis is left out of what is planned: each of its indices is a worker, with all of the other axes to itself and
+its part of the batch. With ``local`` it has parameters of its own, which `autopar.LocalSteps` brings together every so
+many steps; with ``compressed`` all have the same, since `autopar.CompressedGradients` gives each step the compressed
+gradients of all. Neither is what synchronous training computes: `Search(inexact=("local",))` must ask for it.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ from collections.abc import Mapping, Sequence
 
 from autopar.costs.arguments import shown
 from autopar.ir.program import Program
-from autopar.search.formulation.axis_roles import LOCAL
+from autopar.search.formulation.axis_roles import COMPRESSED, LOCAL, WORKER_ROLES
 from autopar.sharding.dims import analyze
 
 Axes = tuple[tuple[str, int], ...]
 """Name and size of each mesh axis, outermost first."""
 
-INEXACT = (LOCAL,)
+INEXACT = WORKER_ROLES
 """Choices that change numbers."""
+
+_WHY = {
+    LOCAL: "its workers train apart between exchanges",
+    COMPRESSED: "its workers exchange compressed gradients",
+}
 
 
 def check_inexact(inexact: tuple[str, ...], roles: Mapping[str, str]) -> None:
@@ -30,18 +36,23 @@ def check_inexact(inexact: tuple[str, ...], roles: Mapping[str, str]) -> None:
     """
     for choice in inexact:
         if choice not in INEXACT:
-            raise ValueError(f"inexact= names {shown(choice)}; there is {', '.join(INEXACT)} that changes numbers")
+            raise ValueError(f"inexact= names {shown(choice)}; there are {', '.join(INEXACT)} that change numbers")
     for axis, role in roles.items():
         if role in INEXACT and role not in inexact:
             raise ValueError(
-                f"roles= gives axis {axis!r} the role {role!r}: its workers train apart between exchanges, which is "
-                f"not equal to synchronous training; ask for that with inexact=({role!r},)"
+                f"roles= gives axis {axis!r} the role {role!r}: {_WHY[role]}, which is not equal to synchronous "
+                f"training; ask for that with inexact=({role!r},)"
             )
 
 
 def exact_roles(roles: Mapping[str, str]) -> dict[str, str]:
     """The roles within a worker."""
-    return {axis: role for axis, role in roles.items() if role != LOCAL}
+    return {axis: role for axis, role in roles.items() if role not in WORKER_ROLES}
+
+
+def worker_role(roles: Mapping[str, str]) -> str:
+    """The role of the workers' axis; where there is no such axis, that of a plan without one."""
+    return next((role for role in roles.values() if role in WORKER_ROLES), LOCAL)
 
 
 def worker_axes(roles: Mapping[str, str], axes: Mapping[str, int]) -> tuple[Axes, dict[str, int]]:
@@ -50,16 +61,16 @@ def worker_axes(roles: Mapping[str, str], axes: Mapping[str, int]) -> tuple[Axes
     Raises:
         ValueError: the mesh has no such axis, several axes have the role, or the axis is not the outermost one.
     """
-    named = [axis for axis, role in roles.items() if role == LOCAL]
+    named = [axis for axis, role in roles.items() if role in WORKER_ROLES]
     for axis in named:
         if axis not in axes:
             raise ValueError(f"roles= names axis {axis!r}; the mesh has {', '.join(axes)}")
     if len(named) > 1:
-        raise ValueError(f"roles= gives {len(named)} axes the role {LOCAL!r}; make them one axis")
+        raise ValueError(f"roles= gives {len(named)} axes the role {worker_role(roles)!r}; make them one axis")
     if named and named[0] != next(iter(axes)):
         raise ValueError(
-            f"axis {named[0]!r} has the role {LOCAL!r} and must be the outermost one of the mesh, which is "
-            f"{next(iter(axes))!r}: a worker's devices are neighbors"
+            f"axis {named[0]!r} has the role {worker_role(roles)!r} and must be the outermost one of the mesh, which "
+            f"is {next(iter(axes))!r}: a worker's devices are neighbors"
         )
     outer = tuple((axis, axes[axis]) for axis in named)
     return outer, {axis: size for axis, size in axes.items() if axis not in named}

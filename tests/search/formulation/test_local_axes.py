@@ -31,6 +31,11 @@ def test_what_changes_numbers_is_asked_for() -> None:
     with pytest.raises(ValueError, match="expected a tuple of texts"):
         autopar.Search(inexact="local")  # type: ignore[arg-type]
     assert autopar.Search(inexact=("local",)).roles == {}  # allowed, and not chosen
+    with pytest.raises(ValueError, match=r"compressed gradients, which is not .* with inexact=\('compressed',\)"):
+        autopar.Search(roles={"dc": "compressed"}, inexact=("local",))
+    with pytest.raises(ValueError, match="gives 2 axes the role 'local'; make them one axis"):
+        both = autopar.Search(roles={"dc": "local", "gpu": "compressed"}, inexact=("local", "compressed"))
+        both.of_worker(AXES)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +82,22 @@ def test_the_plan_is_verified_and_checked_on_a_workers_part() -> None:
     assert checked.workers == found.workers and checked.certificate.space == found.certificate.space
     with pytest.raises(PlanError, match="the plan has workers"):
         found.check(mlp(), mlp_batch(0), search=autopar.Search(roles={"gpu": "shard"}))
+
+
+def test_plans_of_workers_that_compress_are_those_of_others_and_say_so(tmp_path: Path) -> None:
+    found, apart = planned(roles={"dc": "compressed", "gpu": "shard"}, inexact=("compressed",)), planned()
+    assert replace(found, worker_role="local", certificate=apart.certificate) == apart
+    assert "exchange compressed gradients in each step" in found.certificate.space
+    assert found.certificate.space.endswith("not equal to synchronous training, dc=2")
+    said = " ".join(found.summary().split())
+    assert "(role compressed)" in said and "CompressedGradients.error" in said
+    found.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json") == found
+    assert autopar.verify(mlp(), mlp_batch(0), AXES, plan=found).max_error < 1e-12
+    search = autopar.Search(roles={"dc": "compressed", "gpu": "shard"}, inexact=("compressed",))
+    assert found.check(mlp(), mlp_batch(0), search=search).worker_role == "compressed"
+    with pytest.raises(PlanError, match=r"\(compressed\), and the search {'dc': 2} \(local\)"):
+        found.check(mlp(), mlp_batch(0), search=autopar.Search(**ASKED))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 6))])

@@ -1,0 +1,180 @@
+"""`CompressedGradients`: workers of a mesh axis with the role ``compressed`` exchange gradients before each step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autopar.costs.outer_exchange import ExchangeCost, compressed_collectives, exchange_cost
+from autopar.low_communication.compressed.collectives import over_group
+from autopar.low_communication.compressed.emulate import require_several
+from autopar.low_communication.compressed.frozen_adam import require_plain_adam
+from autopar.low_communication.compressed.saved import load_saved_state, require_layouts, saved_state
+from autopar.low_communication.compressed.settings import ONEBIT, Compression
+from autopar.low_communication.compressed.step import WorkerStep, first_infinite, require_compressible, require_finite
+from autopar.low_communication.worker_exchange import WorkerExchange
+from autopar.module.parallel_module import ParallelModule
+from autopar.runtime.state.parameters import checksum
+
+
+class CompressedGradients(WorkerExchange):
+    """PowerSGD, top-k or 1-bit Adam, at the beginning of an optimizer's steps.
+
+    Each worker computes gradients of its part of the batch. Before the optimizer's step they are exchanged across the
+    axis in compressed form, and what comes of that takes their place: the same on all workers, which so keep the same
+    parameters. What compression leaves out is added in the next step. Each rank compresses its own shards, with the
+    ranks at its place in the other workers: the rank of ``powersgd`` and the share of ``topk`` are of a shard.
+
+    ::
+
+        search = autopar.Search(roles={"dc": "compressed"}, inexact=("compressed",))
+        model = autopar.parallelize(model, mesh, search=search)
+        optimizer = torch.optim.AdamW(model.parameters())
+        compressed = autopar.CompressedGradients(model, optimizer, method="powersgd", rank=4)
+        ...  # the loop as it was
+
+    Attributes:
+        settings: how gradients are compressed.
+    """
+
+    role, what = "compressed", "compressed gradients"
+
+    def __init__(
+        self,
+        model: ParallelModule,
+        optimizer: torch.optim.Optimizer,
+        *,
+        method: str,
+        rank: int | None = None,
+        share: float | None = None,
+        freeze: int | None = None,
+        start: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Have gradients exchanged before the optimizer's steps; every rank does.
+
+        Gradients are exchanged as they are when ``optimizer.step()`` begins, once, however often `backward` has added
+        to them. Clipping before it sees one worker's gradients; a step pre-hook of the optimizer that is registered
+        after this is made sees what takes their place.
+
+        Args:
+            model: what `autopar.parallelize` returned, on a mesh with an axis of the role ``compressed``.
+            optimizer: of all parameters that are trained; for ``"onebit"`` a `torch.optim.Adam`, whose update is made
+                here once variances are frozen.
+            method: ``"powersgd"``: matrices as two thin factors, see `autopar.low_communication.compressed.low_rank`;
+                ``"topk"``: the largest numbers, see `...compressed.largest`; ``"onebit"``: signs of Adam's momentum,
+                see `...compressed.frozen_adam`.
+            rank: of ``"powersgd"``: columns of the factors. Vectors, and matrices that these do not make smaller, are
+                averaged as they are.
+            share: of ``"topk"``: the part of each tensor's numbers that is sent, above 0 and at most 1.
+            freeze: of ``"onebit"``: steps of plain Adam with averaged gradients, at least 1.
+            start: of ``"powersgd"`` and ``"topk"``: steps at the beginning with averaged gradients.
+            seed: of the first guess of ``"powersgd"``.
+
+        Raises:
+            ValueError: an argument is wrong, the mesh has no workers or one, the optimizer lacks a trained parameter
+                or, for ``"onebit"``, is no `torch.optim.Adam`.
+            AutoparError: a parameter is float16.
+        """
+        super().__init__(model, optimizer)
+        self.settings = Compression(method, rank, share, freeze, start, seed)
+        require_several(self._workers.count)
+        if method == ONEBIT:
+            require_plain_adam(optimizer)
+        require_compressible(self._parameters())
+        self._step: WorkerStep | None = None
+        self._compared = False
+        self._attach(self._before, self._after)
+
+    @property
+    def steps(self) -> int:
+        """How many the optimizer has made."""
+        return 0 if self._step is None else self._step.steps
+
+    @property
+    def error(self) -> float:
+        """Of this rank's last exchange: the norm of what was left for the next, as a share of what was to be sent."""
+        return 0.0 if self._step is None else self._step.error
+
+    @property
+    def predicted(self) -> ExchangeCost:
+        """What the next step's exchange costs this rank, on the plan's cluster; layouts must be decided."""
+        step, plan, settings = self._made(), self.model.plan, self.settings
+        shapes = [tuple(t.shape) for t in self._tensors().values() if t.numel()]
+        workers = self._workers.count
+        method = "" if step.is_plain else settings.method
+        kinds = compressed_collectives(method, shapes, step.dtype.itemsize, workers, settings.how_much)
+        return exchange_cost(kinds, workers, plan.cluster.link_for(dict(plan.workers) | dict(plan.axes))[0])
+
+    def _begun(self) -> WorkerStep:
+        """The state, made and compared when it is first wanted; every rank comes here at the same time."""
+        step = self._made()
+        if not self._compared:
+            self.require_same_parameters("the start")
+        return step
+
+    def _made(self) -> WorkerStep:
+        """The state; parameters need not be the same on all workers yet."""
+        if self._step is None:
+            self._step = self._new_state()
+        return self._step
+
+    def _new_state(self) -> WorkerStep:
+        self._require_layouts()
+        return WorkerStep(self._tensors(), self.settings, self._workers.index, self._workers.count)
+
+    def require_same_parameters(self, what: str) -> None:
+        """Check that workers have the same settings, layouts and parameters; every rank of all workers calls it.
+
+        Raises:
+            RankError: they do not; names the rank.
+        """
+        tensors = self._tensors()
+        layouts = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
+        digest = hashlib.sha256(repr(layouts).encode()).hexdigest()[:16]
+        own = ("settings", str(self.settings)), ("the parameters' layouts", digest), ("parameters", checksum(tensors))
+        self._require_same_at_a_place(own, what)
+        self._compared = True
+
+    def _before(self, has_closure: bool) -> None:
+        """Before an optimizer's step."""
+        self._require_gradients(has_closure)
+        step, parameters = self._begun(), self._parameters()
+        what = f"step {step.steps + 1} of {self.model._autopar.name}"
+        gradients, notes = self._gradients(what, first_infinite, (("options of the optimizer", self._options()),))
+        require_finite(notes, what)
+        with self._workers.everyone.during(f"{what}: compressed gradients"), torch.no_grad():
+            _, sent = over_group(step.before(parameters, gradients, self.optimizer), self._workers.group)
+        self.bytes_sent += sent
+
+    def _after(self) -> None:
+        """After an optimizer's step."""
+        self._begun().after()
+
+    def _options(self) -> str:
+        """Learning rates and the like, which a scheduler may have made different on each worker."""
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        return repr([{k: float(v) if isinstance(v, torch.Tensor) else v for k, v in g.items()} for g in groups])
+
+    def require_settings(self, saved: Mapping[str, Any]) -> None:
+        """Refuse what was saved under others, or of other shards, before any of it is read.
+
+        Raises:
+            AutoparError: names both.
+        """
+        super().require_settings(saved)
+        require_layouts(self, saved)
+
+    def _settings(self) -> Compression:
+        return self.settings
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save, see `autopar.low_communication.compressed.saved`; every rank calls it."""
+        return saved_state(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as `state_dict` has it; every rank calls it, and layouts must be decided."""
+        load_saved_state(self, state)
