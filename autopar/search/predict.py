@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar.costs.collectives import wire_bytes
 from autopar.costs.host_copies import copy_seconds
+from autopar.costs.kernels import kernel_seconds
 from autopar.costs.memory import optimizer_state_bytes
 from autopar.ir.graph import module_path, without_indices
 from autopar.ir.layout import Layout, TensorType, describe, item_bytes
@@ -24,7 +25,7 @@ from autopar.sharding.candidates import candidates, split_parts
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.lowered.cost import lowered_cost
-from autopar.sharding.operator_cost import operator_seconds
+from autopar.sharding.operator_cost import arithmetic_dtype, operator_seconds
 from autopar.sharding.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
 
 Prediction = tuple[Predicted, tuple[ModuleRow, ...]]
@@ -259,9 +260,14 @@ def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: 
     """Count the collectives of a lowering, whose seconds are the operator's."""
     operator, machine = dims.operators[node], account.machine
     found = lowered_cost(operator, names, machine) if operator.rule.lower else None
-    for made in found.collectives if found is not None else ():
+    if found is None:
+        return
+    dtype = arithmetic_dtype(operator, machine.device)
+    kernels = float(kernel_seconds(found.kernels, dtype, machine.device).sum())
+    # What kernels do not hide of the collectives is no computation.
+    account.compute -= (found.seconds(dtype, machine) - kernels) * times
+    for made in found.collectives:
         account.move(node, made.kind, machine.names.index(made.axis), made.bytes, times)
-        account.compute -= machine.seconds(made) * times
         account.communication += machine.seconds(made) * times
 
 
