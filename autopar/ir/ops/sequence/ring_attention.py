@@ -78,7 +78,7 @@ def gradients(
         causal: see `attend`.
         scale: of the scores.
     """
-    head, dtypes = shape_of(key)[3], [value_of(t).dtype for t in (query, key, value)]
+    head, dtype = shape_of(key)[3], value_of(query).dtype
     keys = aten.cat.default([key, value], 3)
     if causal:
         given = aten.cat.default([query, grad, out], 3)
@@ -113,13 +113,10 @@ def gradients(
             arrive_gradient = context.start_shift(of_keys)
         keys = keys if arrive is None else arrive()
     of_keys = of_keys if arrive_gradient is None else arrive_gradient()
-    made = aten.cat.default(of_query, 2) if causal else of_query[0]
+    made, of_keys = _to(aten.cat.default(of_query, 2) if causal else of_query[0], dtype), _to(of_keys, dtype)
     if causal:
         made, of_keys = (swap_rows(context.swap_blocks, t, back=True) for t in (made, of_keys))
-    wide = shape_of(of_keys)[3]
-    parts = (made, aten.slice.Tensor(of_keys, 3, 0, head), aten.slice.Tensor(of_keys, 3, head, wide))
-    of_query, of_key, of_value = (_to(t, dtype) for t, dtype in zip(parts, dtypes, strict=True))
-    return of_query, of_key, of_value
+    return made, *(aten.slice.Tensor(of_keys, 3, a, b) for a, b in ((0, head), (head, shape_of(of_keys)[3])))
 
 
 Rows = tuple[Any, Any]
