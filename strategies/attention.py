@@ -157,12 +157,22 @@ def _masked(kernel: Any, bias: int, causal: int, balanced: Any) -> Lowering:
     return Lowering(build)
 
 
-def _ring(query: Spec, key: Spec, rest: tuple[Spec | None, ...], causal: bool, build: Any) -> dict[str, Lowering]:
-    """Queries, keys and values split together; not with a mask or dropout, which are split along queries only.
+def no_ring(queries: int, keys: int, bias: Any, kept: Any, causal: bool) -> str | None:
+    """Why keys and values of a call cannot go round in a ring, whatever the mesh; None if they can."""
+    if kept is not None:
+        return "it has dropout"
+    if bias is not None:
+        return "it has a mask that is not causal"
+    if causal and queries != keys:
+        return f"its mask is causal, of {queries} queries and {keys} keys"
+    return None
 
-    A causal mask needs as many keys as queries, in two blocks a device.
-    """
-    if any(t is not None for t in rest) or (causal and query.shape[2] != key.shape[2]):
+
+def _ring(
+    query: Spec, key: Spec, bias: Spec | None, kept: Spec | None, causal: bool, build: Any
+) -> dict[str, Lowering]:  # fmt: skip
+    """Queries, keys and values split together; under a causal mask in two blocks a device."""
+    if no_ring(query.shape[2], key.shape[2], bias, kept, causal) is not None:
         return {}
     return {"qk": Lowering(build, multiple=2 if causal else 1, axes=1)}
 
@@ -209,7 +219,7 @@ def attention(
         blocked=_blocked(0.0, is_causal and not told),
         lower={
             **({"q": _masked(ours.attention, 3, 6, _forward_in_blocks)} if told else {}),
-            **_ring(query, key, (bias, kept), is_causal, _forward_in_a_ring),
+            **_ring(query, key, bias, kept, is_causal, _forward_in_a_ring),
         },
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 2.0, is_causal),
@@ -247,7 +257,7 @@ def attention_backward(
         linear=((0,),),
         lower={
             **({"q": _masked(ours.attention_backward, 4, 9, _backward_in_blocks)} if told else {}),
-            **_ring(query, key, (bias, kept), is_causal, _backward_in_a_ring),
+            **_ring(query, key, bias, kept, is_causal, _backward_in_a_ring),
         },
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 5.0, is_causal),
