@@ -15,11 +15,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from autopar.compiler import default_memory, program_of, program_to_plan, rewrite, solve
+from autopar.compiler import default_memory, program_of, program_to_plan, solve
 from autopar.costs.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.memory.recompute import uniform
 from autopar.search.options import Search
+from autopar.search.peak import unverified
+from autopar.sharding.dims import analyze
+from autopar.sharding.layer_classes import layer_classes
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
 from autopar.strategies import attention
@@ -68,12 +72,15 @@ def taken(found: Plan) -> str:
 def simulated(program: Program, found: Plan) -> float:
     """Seconds of the emitted step; of repeated layers those that are captured, and as many more as there are."""
 
-    def of(part: Program) -> float:
-        return simulate(emitted(rewrite(part, found), found)).step_seconds
+    def of(part: Program, plan: Plan) -> float:
+        return simulate(emitted(unverified(part, plan), plan)).step_seconds
 
     if program.repeat is None:
-        return of(program)
-    return float(program.repeat.extrapolate(of(program), of(program.repeat.shorter)))
+        return of(program, found)
+    counts = layer_classes(program, analyze(program)).count
+    # Layers that are recomputed in several ways: each part is the whole model in one of them.
+    parts = [(share, (of(program, plan), of(program.repeat.shorter, plan))) for share, plan in uniform(found, counts)]
+    return float(sum(share * program.repeat.extrapolate(*seconds) for share, seconds in parts))
 
 
 def row(length: int, devices: int, recipe: str | None, way: str) -> dict[str, Any]:
@@ -99,7 +106,11 @@ def fresh(program: Program) -> Program:
     return replace(program, repeat=repeat and replace(repeat, shorter=replace(repeat.shorter)))
 
 
-def llama(length: int, nodes: int, devices: int) -> Iterator[dict[str, Any]]:
+LLAMA_WAYS = {"blocks": ("blocks", False), "ring": ("ring", False), "ring only": ("ring", True)}
+"""What is offered, and whether nothing else is along the sequence."""
+
+
+def llama(length: int, nodes: int, devices: int, which: str | None) -> Iterator[dict[str, Any]]:
     """Plans of one sequence of Llama-3-8B in bfloat16, in the default budget of an H100."""
     import transformers
 
@@ -112,7 +123,7 @@ def llama(length: int, nodes: int, devices: int) -> Iterator[dict[str, Any]]:
         ids = torch.zeros(1, length, dtype=torch.long)
     program, cluster = program_to_plan(model, {"input_ids": ids, "labels": ids}), Cluster.preset("h100")
     axes = {"gpu": devices} if nodes == 1 else {"node": nodes, "gpu": devices}
-    for way, only in (("blocks", False), ("ring", False), ("ring", True)):
+    for way, only in [LLAMA_WAYS[which]] if which else LLAMA_WAYS.values():
         begin = time.process_time()
         search = Search(roles=dict.fromkeys(axes, "context") if only else {}, pins={"recompute": "search"}, cache=False)
         with offered(way, only):
@@ -135,13 +146,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=16, help="of a node, for --llama")
     parser.add_argument("--nodes", type=int, default=1, help="for --llama")
+    parser.add_argument("--only", choices=LLAMA_WAYS, help="for --llama, one of the rows")
     parser.add_argument(
         "--llama", type=int, metavar="TOKENS", help="plan Llama-3-8B with a sequence of so many instead"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     rows = (
-        list(llama(arguments.llama, arguments.nodes, arguments.devices))
+        list(llama(arguments.llama, arguments.nodes, arguments.devices, arguments.only))
         if arguments.llama
         else [
             row(length, arguments.devices, recipe, way)

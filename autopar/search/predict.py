@@ -18,7 +18,7 @@ from autopar.ir.layout import Layout, TensorType, describe, item_bytes
 from autopar.ir.plan import ModuleRow, Plan, Predicted
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
-from autopar.search.overlap.regions import BEFORE, Regions, regions_of
+from autopar.search.overlap.regions import BEFORE, WITHIN, Regions, regions_of
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
 from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, split_parts
@@ -208,7 +208,7 @@ def _count_operators(
         first = 1 if node in assignment.hoisted else runs * (node not in recompute.backward_only)
         recomputed = runs * recompute.times(node)
         account.kernels(node, known[key] * first, known[key] * recomputed, hoisted=node in assignment.hoisted)
-        _count_lowering(node, dims, names, account, first + recomputed)
+        _count_lowering(node, dims, names, account, (first, recomputed))
 
 
 def _count_moves(
@@ -256,9 +256,11 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
         account.copy(node, size, seconds, account.regions.names[node])
 
 
-def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, times: int) -> None:
-    """Count the collectives of a lowering, whose seconds are the operator's."""
-    operator, machine = dims.operators[node], account.machine
+def _count_lowering(
+    node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, runs: tuple[int, int]
+) -> None:
+    """Count the collectives of a lowering, whose seconds are the operator's; ``runs``: first, and recomputed."""
+    operator, machine, regions, times = dims.operators[node], account.machine, account.regions, sum(runs)
     found = lowered_cost(operator, names, machine) if operator.rule.lower else None
     if found is None:
         return
@@ -266,9 +268,15 @@ def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: 
     kernels = float(kernel_seconds(found.kernels, dtype, machine.device).sum())
     # What kernels do not hide of the collectives is no computation.
     account.compute -= (found.seconds(dtype, machine) - kernels) * times
+    first = BEFORE if node in account.assignment.hoisted else regions.names[node]
     for made in found.collectives:
-        account.move(node, made.kind, machine.names.index(made.axis), made.bytes, times)
-        account.communication += machine.seconds(made) * times
+        axis, seconds = machine.names.index(made.axis), machine.seconds(made)
+        account.move(node, made.kind, axis, made.bytes, times)
+        account.communication += seconds * times
+        within = feature(WITHIN, axis, len(machine.names))
+        account.add(first, within, seconds * runs[0])
+        if runs[1]:
+            account.add(regions.of_recomputed(node), within, seconds * runs[1])
 
 
 def _memory(program: Program, plan: Plan, assignment: Assignment) -> dict[str, float]:

@@ -99,7 +99,8 @@ def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:
 
 def _joint_strategy(operator: Operator, letters: str) -> Strategy | None:
     """The strategy that splits several letters at once, each by its first factor; None if a tensor has two of them."""
-    if any(c not in operator.letters for c in letters):
+    # A letter of size 1 has no factors.
+    if any(c not in operator.letters or not operator.letters[c].factors for c in letters):
         return None
     inputs: list[Placement | None] = [None] * len(operator.inputs)
     outputs: list[Placement | None] = [Replicate() if t is None else None for t in operator.outputs]

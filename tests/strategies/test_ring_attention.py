@@ -128,6 +128,7 @@ def test_where_it_is_not_offered() -> None:
     assert ("qk.0",) not in names(attention_of(Attending(), batch(12)), 4)
     assert ("qk.0",) in names(attention_of(Attending(causal=False), batch(12)), 4)
     assert ("qk.0",) not in names(attention_of(Attending(), batch(8, 16)), 2)
+    assert ("qk.0",) not in names(attention_of(Attending(causal=False), batch(1)), 2)
     two = names(attention_of(Attending(), batch(16)), 2, 2)
     assert {("qk.0", "h.0"), ("b.0", "qk.0")} <= two
     assert not {("qk.0", "qk.0"), ("qk.0", "q.0")} & two

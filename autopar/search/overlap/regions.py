@@ -22,8 +22,10 @@ BEFORE = "before the microbatches"
 FORWARD, BACKWARD = " forward", " backward"
 """Last words of a region's name."""
 
-BLOCKING, WAITED, GATHER, GRADIENT = 0, 1, 2, 3
-"""What a redistribution is of: activations in the forward or in the backward pass, parameters, or gradients."""
+BLOCKING, WAITED, GATHER, GRADIENT, WITHIN = 0, 1, 2, 3, 4
+"""What a redistribution is of: activations in the forward or in the backward pass, parameters, or gradients.
+
+Or it is within an operator's own code, whose seconds count what of it kernels do not hide."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,11 +5,13 @@ works for ``P`` seconds on parameters, ``G`` on gradients, ``W`` on activations 
 of the forward pass. Kernels wait for ``B``. While they wait for ``W``, gradients of weights are computed. ``P`` and
 ``G`` hide. So a region takes at least, and with the order of `overlap_collectives` about,
 
-    max(K + F + B, K + B + W, P + G + W + B on each axis)
+    max(K + F + B, K + B + W, P + G + W + B + I on each axis)
 
-where ``B`` is all that is sent, whatever chunks hide of it (`autopar.passes.collectives.chunk_collectives`), and
-where what is gathered before the first kernel, and reduced behind the last, hides behind nothing. Sums of ``m``
-microbatches are reduced during the last of them: ``(K + F + B) (m - 1) / m + G`` is another row on each axis.
+where ``I`` is sent within operators, as in a ring of attention: what of it their own kernels do not hide is in ``K``,
+but a link that it takes is taken. ``B`` is all that is sent, whatever chunks hide of it
+(`autopar.passes.collectives.chunk_collectives`), and where what is gathered before the first kernel, and reduced behind
+the last, hides behind nothing. Sums of ``m`` microbatches are reduced during the last of them:
+``(K + F + B) (m - 1) / m + G`` is another row on each axis.
 
 The maximum of rows is at least each weighted mean of them: with any weights, the cost of a plan is bounded by one that
 is a sum over operators and redistributions (Lagrange), which the solver minimizes. Weights at which the best plan's own
@@ -31,7 +33,7 @@ Floats = NDArray[np.float64]
 KERNELS, FILLING = 0, 1
 """Features of a region: seconds of kernels, and of those that compute nothing but gradients of weights."""
 
-_KINDS = 4
+_KINDS = 5
 
 
 def feature(kind: int, axis: int, axes: int) -> int:
