@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -106,11 +108,11 @@ def fresh(program: Program) -> Program:
     return replace(program, repeat=repeat and replace(repeat, shorter=replace(repeat.shorter)))
 
 
-LLAMA_WAYS = {"blocks": ("blocks", False), "ring": ("ring", False), "ring only": ("ring", True)}
-"""What is offered, and whether nothing else is along the sequence."""
+LLAMA_WAYS = {"ring": ("ring", False), "blocks": ("blocks", False), "ring only": ("ring", True)}
+"""What is offered, and whether there is nothing else, along one axis of all devices."""
 
 
-def llama(length: int, nodes: int, devices: int, which: str | None) -> Iterator[dict[str, Any]]:
+def llama(length: int, meshes: Sequence[int], devices: int, which: str | None) -> Iterator[dict[str, Any]]:
     """Plans of one sequence of Llama-3-8B in bfloat16, in the default budget of an H100."""
     import transformers
 
@@ -121,11 +123,17 @@ def llama(length: int, nodes: int, devices: int, which: str | None) -> Iterator[
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(1, length, dtype=torch.long)
-    program, cluster = program_to_plan(model, {"input_ids": ids, "labels": ids}), Cluster.preset("h100")
-    axes = {"gpu": devices} if nodes == 1 else {"node": nodes, "gpu": devices}
-    for way, only in [LLAMA_WAYS[which]] if which else LLAMA_WAYS.values():
+    # Attention is told that it is causal: to see it from a mask of so many tokens takes half a minute.
+    with patch("transformers.models.llama.modeling_llama.create_causal_mask", lambda *_, **__: None):
+        program, cluster = program_to_plan(model, {"input_ids": ids, "labels": ids}), Cluster.preset("h100")
+    ways = [LLAMA_WAYS[which]] if which else list(LLAMA_WAYS.values())
+    for nodes, (way, only) in itertools.product(meshes, ways):
+        flat = only or nodes == 1
+        axes = {"gpu": nodes * devices} if flat else {"node": nodes, "gpu": devices}
         begin = time.process_time()
-        search = Search(roles=dict.fromkeys(axes, "context") if only else {}, pins={"recompute": "search"}, cache=False)
+        roles = dict.fromkeys(axes, "context") if only else {}
+        # Whatever else the machine does: what is found must not depend on it.
+        search = Search(roles=roles, pins={"recompute": "search"}, cache=False, time_limit=math.inf)
         with offered(way, only):
             # Rules are bound to a program as it is analyzed.
             own = fresh(program)
@@ -145,7 +153,7 @@ def main() -> None:
     """Print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=16, help="of a node, for --llama")
-    parser.add_argument("--nodes", type=int, default=1, help="for --llama")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1], help="for --llama")
     parser.add_argument("--only", choices=LLAMA_WAYS, help="for --llama, one of the rows")
     parser.add_argument(
         "--llama", type=int, metavar="TOKENS", help="plan Llama-3-8B with a sequence of so many instead"
@@ -153,21 +161,23 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     rows = (
-        list(llama(arguments.llama, arguments.nodes, arguments.devices, arguments.only))
+        llama(arguments.llama, arguments.nodes, arguments.devices, arguments.only)
         if arguments.llama
-        else [
+        else (
             row(length, arguments.devices, recipe, way)
             for length in (16384, 65536, 131072)
             for recipe in ("context", None)
             for way in WAYS
-        ]
+        )
     )
     if arguments.json:
-        print(json.dumps(rows))
+        print(json.dumps(list(rows)))
         return
-    print("| " + " | ".join(rows[0]) + " |\n" + "| --- " * len(rows[0]) + "|")
-    for found in rows:
-        print("| " + " | ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in found.values()) + " |")
+    for i, found in enumerate(rows):
+        if not i:
+            print("| " + " | ".join(found) + " |\n" + "| --- " * len(found) + "|")
+        cells = (f"{v:.2f}" if isinstance(v, float) else str(v) for v in found.values())
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ FAR = replace(H100, axis_links={"node": replace(H100.links[1], bandwidth=10e9)})
         # No room for all keys and values.
         (("qk.0",), 8, 131072, {"a": 16}, 1.2, H100, True),
         # Heads for the devices of a node; keys go from node to node beside kernels.
-        (("qk.0", "h.0"), 4, 65536, {"node": 4, "gpu": 4}, 70.0, FAR, False),
+        pytest.param(("qk.0", "h.0"), 4, 65536, {"node": 4, "gpu": 4}, 70.0, FAR, False, marks=pytest.mark.deep),
     ],
 )
 def test_the_search_chooses(
