@@ -12,6 +12,7 @@ import torch
 
 from autopar.ir.ops import attention as ours
 from autopar.ir.ops import balanced_attention as in_blocks
+from autopar.ir.ops.sequence import ring_attention as in_a_ring
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Lowering, Rule, Spec, dims, rule
 
 aten = torch.ops.aten
@@ -156,6 +157,36 @@ def _masked(kernel: Any, bias: int, causal: int, balanced: Any) -> Lowering:
     return Lowering(build)
 
 
+def no_ring(queries: int, keys: int, bias: Any, kept: Any, causal: bool) -> str | None:
+    """Why keys and values of a call cannot go round in a ring, whatever the mesh; None if they can."""
+    if kept is not None:
+        return "it has dropout"
+    if bias is not None:
+        return "it has a mask that is not causal"
+    if causal and queries != keys:
+        return f"its mask is causal, of {queries} queries and {keys} keys"
+    return None
+
+
+def _ring(
+    query: Spec, key: Spec, bias: Spec | None, kept: Spec | None, causal: bool, build: Any
+) -> dict[str, Lowering]:  # fmt: skip
+    """Queries, keys and values split together; under a causal mask in two blocks a device."""
+    if no_ring(query.shape[2], key.shape[2], bias, kept, causal) is not None:
+        return {}
+    return {"qk": Lowering(build, multiple=2 if causal else 1, axes=1)}
+
+
+def _forward_in_a_ring(context: Any, *args: Any) -> Any:
+    query, key, value, _, _, _, causal, scale = args
+    return in_a_ring.attend(context, query, key, value, causal, scale)
+
+
+def _backward_in_a_ring(context: Any, *args: Any) -> Any:
+    grad, query, key, value, _, _, out, logsumexp, _, causal, scale, _ = args
+    return (*in_a_ring.gradients(context, grad, query, key, value, out, logsumexp, causal, scale), None)
+
+
 def _formula(query: Spec, key: Spec, kept: Spec | None, passes: int) -> float:
     """Bytes that the formula writes and reads in so many passes over all scores; kernels make none."""
     if kept is None:
@@ -186,7 +217,10 @@ def attention(
     return Rule(
         f"{','.join([BHQD, BHKD, BHKE, *extra])}->{BHQE},b(hg)q",
         blocked=_blocked(0.0, is_causal and not told),
-        lower={"q": _masked(ours.attention, 3, 6, _forward_in_blocks)} if told else {},
+        lower={
+            **({"q": _masked(ours.attention, 3, 6, _forward_in_blocks)} if told else {}),
+            **_ring(query, key, bias, kept, is_causal, _forward_in_a_ring),
+        },
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 2.0, is_causal),
         between=_formula(query, key, kept, FORWARD_PASSES),
@@ -221,7 +255,10 @@ def attention_backward(
         reduce="bhgq",
         # Linear in the gradient of the output, all that was saved being fixed.
         linear=((0,),),
-        lower={"q": _masked(ours.attention_backward, 4, 9, _backward_in_blocks)} if told else {},
+        lower={
+            **({"q": _masked(ours.attention_backward, 4, 9, _backward_in_blocks)} if told else {}),
+            **_ring(query, key, bias, kept, is_causal, _backward_in_a_ring),
+        },
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 5.0, is_causal),
         between=_formula(query, key, kept, BACKWARD_PASSES),

@@ -10,17 +10,19 @@ from typing import Any
 from autopar.compiler import solve
 from autopar.errors import InfeasibleError
 from autopar.explain.recipes import reason_of
-from autopar.ir.graph import values_of
-from autopar.ir.layout import Layout, Split
+from autopar.ir.graph import module_path, values_of
+from autopar.ir.layout import Layout, Split, TensorType
 from autopar.ir.module_outputs import module_outputs
+from autopar.ir.ops.attention import attention
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes.pad_dims import pad
 from autopar.search.formulation.pins import read_placement
 from autopar.search.options import Progress, Search
 from autopar.sharding.assignment import assign
-from autopar.sharding.dims import analyze
+from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import layer_classes
+from autopar.strategies.attention import no_ring
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,13 @@ class Answer:
         wanted: placement by axis; the search chooses on the other axes.
         plan: the best one with it; None if there is none.
         reason: why there is none.
+        note: what was not among the choices, if the placement is of a sequence: attention in a ring.
     """
 
     wanted: Mapping[str, str]
     plan: Plan | None
     reason: str = ""
+    note: str = ""
 
 
 def ask(
@@ -75,6 +79,7 @@ def ask(
     name = program.aliases.get(name, name)
     # Captured layers stand for the others: a pin on one must hold for all that share its decisions.
     names = program.repeat.alike(name) if program.repeat else (name,)
+    note = _without_ring(program, name, wanted)
     pins: dict[str, Any] = {**search.pins, **{n: [wanted.get(axis) for axis in found.axis_names] for n in names}}
     try:
         plan = solve(
@@ -87,8 +92,39 @@ def ask(
             progress=progress,
         )
     except (InfeasibleError, ValueError) as e:  # too little memory, or sizes that do not divide
-        return Answer(dict(wanted), None, reason_of(e))
-    return Answer(dict(wanted), plan)
+        return Answer(dict(wanted), None, reason_of(e), note)
+    return Answer(dict(wanted), plan, note=note)
+
+
+def _without_ring(program: Program, name: str, wanted: Mapping[str, str]) -> str:
+    """Which attention along a factor that is wanted split cannot go round in a ring, and why; empty if all can."""
+    dims = analyze(program)
+    type_ = _type_of(program, dims, name)
+    placements = (read_placement(name, text) for text in wanted.values())
+    positions = [(p.dim, p.factor) for p in placements if isinstance(p, Split)]
+    split = {id(type_.dims[d][j]) for d, j in positions if (d, j) in type_.positions} if type_ else set()
+    reasons: dict[str, str] = {}
+    for node in program.sources:
+        if node.target is not attention:
+            continue
+        queries, keys = (dims.types[program.sources[node][i]] for i in (0, 1))
+        reason = no_ring(queries.shape[2], keys.shape[2], node.args[3], node.args[4], bool(node.args[6]))
+        if reason is not None and any(id(f) in split for t in (queries, keys) for f in t.dims[2]):
+            reasons.setdefault(reason, module_path(node) or "the model")
+    return "; ".join(f"attention in {path} cannot go round in a ring: {reason}" for reason, path in reasons.items())
+
+
+def _type_of(program: Program, dims: Dims, name: str) -> TensorType | None:
+    """The type of a tensor or module output; None where that has another shape than what computes it."""
+    kind, _, number = name.partition(".")
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        if (spec.kind == "parameter" and spec.name == name) or (spec.kind == kind == "batch" and spec.name == number):
+            return dims.types[node, 0]
+    for output, value in zip(program.outputs, program.output_values, strict=True):
+        if output.kind == kind == "result" and output.name == number and value is not None:
+            return dims.type_of(value)
+    rows = module_outputs(program).get(name)
+    return dims.types.get(rows[0][0]) if rows and rows[0][1].shape is None else None
 
 
 def tensor_of(program: Program, name: str) -> tuple[str, int]:

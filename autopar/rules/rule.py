@@ -55,6 +55,9 @@ class Spec:
 class Lowering:
     """Other code than the operator's own, for one letter split over some axes, or for several that share the object.
 
+    A key of several letters in `Rule.lower`, such as ``"qk"``, is a strategy of its own: all of them are split together
+    by one axis. Single letters may then be blocked.
+
     Attributes:
         build: ``build(context, *args, **kwargs)`` emits the local code with `torch.ops.aten` calls on graph proxies.
             ``args`` are the operator's own arguments, tensors replaced by local proxies, sizes already local.
@@ -64,20 +67,32 @@ class Lowering:
             `autopar.ir.ops.balanced_attention.swap_blocks`. ``context.shift(x)`` is the ``x`` of the device before
             this one (``back=True``: of the one after it), of the first device that of the last one;
             ``context.mirror(x)`` that of the device opposite; ``context.all_gather(x)`` is all of them, in a new
-            first dim.
+            first dim. ``context.start_shift(x)`` begins a shift over one axis, and gives a function that waits for it
+            and returns what came: what is emitted between overlaps with it.
             It returns the output, or a tuple of all outputs with None for one that does not exist, or the result of
             an operator that has the same outputs. What it emits is what the strategy costs.
         together: at some point all arguments are live, and at least as many bytes besides as the outputs have.
         least: how many elements of the letter a device must have, such as what its neighbors need of them.
+        multiple: of what number they must be a multiple.
+        axes: over how many axes they may be split so at most; 0: any number.
     """
 
     build: Callable[..., Any]
     together: bool = False
     least: int = 1
+    multiple: int = 1
+    axes: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what is no function."""
-        require(build=(self.build, FUNCTION), together=(self.together, FLAG), least=(self.least, whole(1)))
+        require(
+            build=(self.build, FUNCTION), together=(self.together, FLAG), least=(self.least, whole(1)),
+            multiple=(self.multiple, whole(1)), axes=(self.axes, whole(0)),
+        )  # fmt: skip
+
+    def takes(self, size: int, axes: int) -> bool:
+        """Whether a device may have so many elements of a letter that so many axes split."""
+        return size >= self.least and size % self.multiple == 0 and (not self.axes or axes <= self.axes)
 
 
 @dataclass(frozen=True)
@@ -116,7 +131,7 @@ class Rule:
             ``Partial`` in exactly these arguments passes through to every output.
         shapes: positions of arguments that are the shape of output 0; made local when the output is split.
         scaled: argument (position, or name) that is a number of elements along some letters: ``{1: "r"}``.
-        lower: letters whose split needs other code.
+        lower: letters whose split needs other code; several in one key: they are split together, see `Lowering`.
         flops: floating point operations of the whole operator; None counts memory traffic only.
         between: bytes that the operator writes and reads between its arguments and results, where these are all in
             memory: not where its kernels draw an argument by themselves.
@@ -182,6 +197,11 @@ class Rule:
         """Every letter, in order of first appearance."""
         seen = dict.fromkeys(c for c in self.equation if c.isalpha())
         return tuple(seen)
+
+    @property
+    def joint(self) -> tuple[str, ...]:
+        """Letters that one axis may split together, by other code: keys of `lower` of several letters."""
+        return tuple(c for c in self.lower if len(c) > 1)
 
 
 def padding_of(rule: Rule, letter: str) -> Padding | None:

@@ -329,7 +329,7 @@ def require_splits(dims: Dims, axes: Mapping[str, int]) -> None:
         InfeasibleError: names the axis, the sizes that there are and the remedy.
     """
     operators = dict.fromkeys(dims.operators.values())
-    factors = [(o, s.factor) for o in operators for s in strategies(o) if s.factor is not None]
+    factors = [(o, f) for o in operators for s in strategies(o) for f in s.factors]
     sizes = sorted({o.letters[letter].factors[j].size for o, (letter, j) in factors}, reverse=True)
     for axis, n in axes.items():
         if n > 1 and not any(size % n == 0 for size in sizes):

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.costs.collectives import wire_bytes
 from autopar.costs.host_copies import copy_seconds
+from autopar.costs.kernels import kernel_seconds
 from autopar.costs.memory import optimizer_state_bytes
 from autopar.ir.graph import module_path, producer, without_indices
 from autopar.ir.layout import Layout, TensorType, describe, item_bytes
@@ -20,7 +21,7 @@ from autopar.ir.node_info import ChunkedMove, graph_info
 from autopar.ir.plan import ModuleRow, Plan, Predicted
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
-from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS, CHUNKED, Regions, regions_of
+from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS, CHUNKED, WITHIN, Regions, regions_of
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, feature, no_features, step_time_of
 from autopar.search.peak import unverified
 from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, all_moves, assign, machine_of
@@ -28,7 +29,7 @@ from autopar.sharding.candidates import candidates, split_parts
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.lowered.cost import lowered_cost
-from autopar.sharding.operator_cost import operator_seconds
+from autopar.sharding.operator_cost import arithmetic_dtype, operator_seconds
 from autopar.sharding.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
 
 Prediction = tuple[Predicted, tuple[ModuleRow, ...]]
@@ -125,7 +126,11 @@ def step_features(
     ]
     none = no_features(len(plan.axes))
     regions = dict.fromkeys(region for _, own in parts for region in own)
-    return {r: np.asarray(sum(share * own.get(r, none) for share, own in parts)) for r in regions}
+    found = {r: np.asarray(sum(share * own.get(r, none) for share, own in parts)) for r in regions}
+    axes = len(plan.axes)
+    for own in found.values():
+        own[feature(WITHIN, 0, axes) : feature(WITHIN, axes, axes)] = 0  # operators have one price for all they do
+    return found
 
 
 def _optimistic(program: Program, accounts: Sequence[_Account]) -> dict[str, Floats]:
@@ -284,7 +289,7 @@ def _count_operators(
         first = 1 if node in assignment.hoisted else runs * (node not in recompute.backward_only)
         recomputed = runs * recompute.times(node)
         account.kernels(node, known[key] * first, known[key] * recomputed, hoisted=node in assignment.hoisted)
-        _count_lowering(node, dims, names, account, first + recomputed)
+        _count_lowering(node, dims, names, account, (first, recomputed))
 
 
 def _count_moves(
@@ -350,14 +355,27 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
         account.copy(node, size, seconds, account.regions.names[node])
 
 
-def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, times: int) -> None:
-    """Count the collectives of a lowering, whose seconds are the operator's."""
-    operator, machine = dims.operators[node], account.machine
+def _count_lowering(
+    node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, runs: tuple[int, int]
+) -> None:
+    """Count the collectives of a lowering, whose seconds are the operator's; ``runs``: first, and recomputed."""
+    operator, machine, regions, times = dims.operators[node], account.machine, account.regions, sum(runs)
     found = lowered_cost(operator, names, machine) if operator.rule.lower else None
-    for made in found.collectives if found is not None else ():
-        account.move(node, made.kind, machine.names.index(made.axis), made.bytes, times)
-        account.compute -= machine.seconds(made) * times
-        account.communication += machine.seconds(made) * times
+    if found is None:
+        return
+    dtype = arithmetic_dtype(operator, machine.device)
+    kernels = float(kernel_seconds(found.kernels, dtype, machine.device).sum())
+    # What kernels do not hide of the collectives is no computation.
+    account.compute -= (found.seconds(dtype, machine) - kernels) * times
+    first = BEFORE if node in account.assignment.hoisted else regions.names[node]
+    for made in found.collectives:
+        axis, seconds = machine.names.index(made.axis), machine.seconds(made)
+        account.move(node, made.kind, axis, made.bytes, times)
+        account.communication += seconds * times
+        within = feature(WITHIN, axis, len(machine.names))
+        account.add(first, within, seconds * runs[0])
+        if runs[1]:
+            account.add(regions.of_recomputed(node), within, seconds * runs[1])
 
 
 def _memory(program: Program, plan: Plan, assignment: Assignment) -> dict[str, float]:

@@ -22,11 +22,11 @@ class Strategy:
     """What one operator does on one mesh axis.
 
     Attributes:
-        name: stable name: ``R``, a letter and its factor ``m.0``, ``s.0>`` where devices have the rows of their own
-            experts, or ``P0`` for linear set 0.
+        name: stable name: ``R``, a letter and its factor ``m.0``, ``qk.0`` where two letters are split together,
+            ``s.0>`` where devices have the rows of their own experts, or ``P0`` for linear set 0.
         inputs: placement of each tensor argument.
         outputs: placement of each output.
-        factor: ``(letter, index of its factor)`` that is split, or None.
+        factor: ``(letter, index of its factor)`` that is split, or None; several letters if these are split together.
         owned: how many experts devices have a part of each; 0 where they have all.
     """
 
@@ -41,6 +41,11 @@ class Strategy:
         """Whether the devices along the axis share the operator's work."""
         return self.factor is not None
 
+    @property
+    def factors(self) -> tuple[tuple[str, int], ...]:
+        """Every letter that is split, and the index of its factor."""
+        return () if self.factor is None else tuple((c, self.factor[1]) for c in self.factor[0])
+
 
 @remembered(4096)
 def strategies(operator: Operator) -> tuple[Strategy, ...]:
@@ -51,6 +56,7 @@ def strategies(operator: Operator) -> tuple[Strategy, ...]:
     # Per axis, not per mesh: a mesh's candidates are products of these, see `candidates`.
     for letter in rule.letters:
         found += _letter_strategies(operator, letter)
+    found += [s for letters in rule.joint if (s := _joint_strategy(operator, letters)) is not None]
     for i, linear in enumerate(rule.linear):
         if any(operator.inputs[k].dtype == "bool" for k in linear):  # a sum of booleans is no boolean
             continue
@@ -89,6 +95,25 @@ def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:
         if len(complete) == len(outputs):
             found.append(Strategy(f"{name}.{j}", tuple(inputs), complete, (name, j)))
     return [*found, *(other for strategy in found if (other := _by_expert(operator, name, strategy)) is not None)]
+
+
+def _joint_strategy(operator: Operator, letters: str) -> Strategy | None:
+    """The strategy that splits several letters at once, each by its first factor; None if a tensor has two of them."""
+    # A letter of size 1 has no factors.
+    if any(c not in operator.letters or not operator.letters[c].factors for c in letters):
+        return None
+    inputs: list[Placement | None] = [None] * len(operator.inputs)
+    outputs: list[Placement | None] = [Replicate() if t is None else None for t in operator.outputs]
+    for c in letters:
+        for placed, places in ((inputs, operator.letters[c].inputs), (outputs, operator.letters[c].outputs)):
+            for i, d, start in places:
+                if placed[i] is not None:
+                    return None
+                placed[i] = Split(d, start)
+    if any(o is None for o in outputs):
+        return None
+    given, made = (tuple(p or Replicate() for p in side) for side in (inputs, outputs))
+    return Strategy(f"{letters}.0", given, made, (letters, 0))
 
 
 def _by_expert(operator: Operator, name: str, strategy: Strategy) -> Strategy | None:
@@ -148,14 +173,18 @@ def lowerable(operator: Operator, chosen: Sequence[Strategy], sizes: Sequence[in
         chosen: a strategy an axis.
         sizes: of the mesh axes.
     """
-    lower, parts = operator.rule.lower, dict[str, int]()
+    lower, by_key = operator.rule.lower, dict[str, list[int]]()
     for strategy, size in zip(chosen, sizes, strict=False):
         if strategy.factor is not None and strategy.factor[0] in lower:
-            parts[strategy.factor[0]] = parts.get(strategy.factor[0], 1) * size
+            by_key.setdefault(strategy.factor[0], []).append(size)
     # Two axes may lower an operator by the same code, not by two different ones.
-    if len({id(lower[c]) for c in parts}) > 1:
+    if len({id(lower[c]) for c in by_key}) > 1:
         return False
-    return all(math.prod(f.size for f in operator.letters[c].factors) // n >= lower[c].least for c, n in parts.items())
+    whole = {c: math.prod(f.size for f in operator.letters[c].factors) for key in by_key for c in key}
+    return all(
+        lower[key].takes(whole[c] // math.prod(parts), sum(n > 1 for n in parts))
+        for key, parts in by_key.items() for c in key
+    )  # fmt: skip
 
 
 def candidates(
@@ -176,8 +205,8 @@ def candidates(
     choice = np.array(chosen, dtype=np.int64).reshape(len(chosen), len(sizes))
     valid = np.ones(len(choice), dtype=bool)
     # Several axes may split one factor: its size must be divided by the product of them.
-    for factor in dict.fromkeys(s.factor for s in options if s.factor is not None):
-        uses = np.array([s.factor == factor for s in options])
+    for factor in dict.fromkeys(f for s in options for f in s.factors):
+        uses = np.array([factor in s.factors for s in options])
         parts = np.where(uses[choice], np.array(sizes), 1).prod(axis=1)
         valid &= operator.letters[factor[0]].factors[factor[1]].size % parts == 0
     if operator.rule.lower:
@@ -220,4 +249,5 @@ def split_parts(layout: Layout, sizes: Sequence[int]) -> int:
 
 def letter_parts(names: Sequence[str], letters: str, sizes: Sequence[int]) -> int:
     """Into how many parts the product of some letters is cut under one strategy name an axis."""
-    return math.prod(n for name, n in zip(names, sizes, strict=True) if name.partition(".")[0] in tuple(letters))
+    split = [(n, name.partition(".")[0]) for name, n in zip(names, sizes, strict=True) if "." in name]
+    return math.prod(n for n, key in split if any(c in letters for c in key))

@@ -68,13 +68,16 @@ def operator_types(node: fx.Node, program: Program, dims: Dims) -> Iterator[Tens
 
 
 def split_factors(node: fx.Node, program: Program, dims: Dims) -> dict[str, Factor]:
-    """The factor that each splitting strategy of an operator splits, by the strategy's name; none by experts."""
+    """The factor that each splitting strategy of an operator splits, by the strategy's name; none by experts.
+
+    Of letters that are split together it is the factor of the first one.
+    """
     operator = dims.operators[node]
     found = {}
     for strategy in strategies(operator):
-        if strategy.factor is None or strategy.owned:
+        if not strategy.factors or strategy.owned:
             continue
-        name, j = strategy.factor
+        name, j = strategy.factors[0]
         letter = operator.letters[name]
         # Through the types of this very node: `operator` may be of another layer, with factors of other names.
         if letter.inputs:

@@ -105,7 +105,8 @@ def _letter_sizes(operator: Operator) -> dict[str, int]:
 
 def _parts(chosen: Candidates, sizes: tuple[int, ...]) -> dict[str, Floats]:
     """Into how many parts each candidate cuts each letter that a strategy can split."""
-    letter = [s.factor[0] if s.factor is not None else "" for s in chosen.strategies]
+    # Of letters that are split together a device has a part of the first, and all of the others, one after another.
+    letter = [s.factor[0][0] if s.factor is not None else "" for s in chosen.strategies]
     found = {}
     for c in dict.fromkeys(x for x in letter if x):
         uses = np.array([x == c for x in letter])
@@ -145,8 +146,7 @@ def operator_seconds(operator: Operator, chosen: Candidates, machine: Machine) -
     for i in _lowered(operator, chosen) if operator.rule.lower else ():
         found = lowered_cost(operator, chosen.names(i), machine)
         if found is not None:
-            seconds[i] = kernel_seconds(found.kernels, dtype, device).sum()
-            seconds[i] += sum(machine.seconds(made) for made in found.collectives)
+            seconds[i] = found.seconds(dtype, machine)
     for copies in copies_work(operator, chosen, machine.sizes):
         seconds = seconds + kernel_seconds(copies, dtype, device)
     return seconds

@@ -115,3 +115,37 @@ def test_queries_in_blocks_that_balance(ranks: Ranks, sizes: tuple[int, ...], se
     results = ranks.run(in_blocks, sizes, search)
     assert max(worst for worst, _ in results) < TOLERANCE
     assert min(swaps for _, swaps in results) >= 6
+
+
+def in_a_ring(rank: int, causal: bool, roles: dict[str, str], sizes: tuple[int, ...]) -> tuple[float, int]:
+    """Three steps of attention in a ring, and how often ranks send keys and values, and their gradients."""
+    from autopar.ir.ops.sequence.send_block import send_block
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+    from autopar.strategies import attention as rules
+    from tests.strategies.test_ring_attention import Attending
+    from tests.strategies.test_ring_attention import batch as sequences
+
+    rules._blocked, usual = (lambda *_: "bgqkde"), rules._blocked
+    model, plain = (Attending(causal=causal).double() for _ in range(2))
+    names = dict(zip(("x", "other"), sequences(*([32] if causal else [32, 16])), strict=False))
+    options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT}
+    parallel: Any = parallelize(model, mesh_of(*sizes), search=Search(roles=roles, cache=False), **options)
+    worst = follow(parallel, plain, [{n: t * (step + 1) for n, t in names.items()} for step in range(3)])
+    graphs = (parallel.forward_graph, parallel.backward_graph)
+    rules._blocked = usual
+    return worst, sum(n.target is send_block for graph in graphs for n in graph.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("causal", "roles", "sizes", "sends"),
+    [
+        (True, {"a": "context"}, (4,), 3 + 3 + 4),
+        pytest.param(False, {"a": "context", "b": "tensor"}, (2, 2), 1 + 1 + 2, marks=pytest.mark.deep),
+    ],
+)
+def test_keys_go_round(ranks: Ranks, causal: bool, roles: dict[str, str], sizes: tuple[int, ...], sends: int) -> None:
+    """Keys go to all others, in the backward pass with their gradients, which come home."""
+    results = ranks.run(in_a_ring, causal, roles, sizes)
+    assert max(worst for worst, _ in results) < TOLERANCE
+    assert min(found for _, found in results) >= sends  # more where the forward pass is recomputed

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.compiler import rewrite, solve
+from autopar.compiler import program_of, rewrite, solve
 from autopar.explain.tables.difference import difference, difference_table
 from autopar.explain.tables.why_not import answers_dict, answers_table
 from autopar.explain.why_not import alternatives, ask, layout_in, parse_wanted, tensor_of
@@ -159,3 +159,28 @@ def test_differences_of_two_plans() -> None:
     table = difference_table(ddp, fsdp, ("ddp", "fsdp"), width=90)
     assert max(map(len, table.splitlines())) <= 90
     assert "transformer.h.*.mlp.c_fc.weight x2" in "".join(table.split("\n"))
+
+
+class Attending(torch.nn.Module):
+    """Attention of as many queries as keys, with dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.qkv, self.dropout = torch.nn.Linear(8, 24), dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        seen = torch.nn.functional.scaled_dot_product_attention(q, k, v, None, self.dropout, self.dropout == 0)
+        return seen.square().mean()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_that_cannot_go_round_in_a_ring(dropout: float) -> None:
+    program = program_of(Attending(dropout), (torch.randn(1, 8, 8),))
+    found = solve(program, {"a": 2}, "h100")
+    answer = ask(program, found, "batch.0", {"a": "S(1)"})
+    expected = "attention in the model cannot go round in a ring: it has dropout" if dropout else ""
+    assert answer.note == expected
+    assert ask(program, found, "batch.0", {"a": "R"}).note == ""
+    assert (expected in " ".join(answers_table("batch.0", "R", found, [answer]).split())) is True
+    assert ("note" in answers_dict("batch.0", "R", found, [answer])["answers"][0]) is bool(dropout)

@@ -1,6 +1,7 @@
 """Every registered rule is proven by the oracle on every sample of its operator."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from autopar.rules.oracle.padding import check_padding
 from autopar.rules.oracle.randomness import check_random
 from autopar.rules.oracle.sharding import check_rule
 from autopar.rules.rule import letter_sizes, registered
+from autopar.sharding.lowered.emit import LocalTracer
 from tests.strategies.proven import FILE, counts
 from tests.strategies.sample import Sample
 from tests.strategies.samples import all_samples
@@ -66,8 +68,14 @@ class _Alone:
     def all_reduce(self, value: fx.Proxy, op: str) -> fx.Proxy:
         return value
 
+    def swap_blocks(self, value: fx.Proxy, back: bool) -> fx.Proxy:
+        return value
+
     def shift(self, value: fx.Proxy, back: bool = False) -> fx.Proxy:
         return value
+
+    def start_shift(self, value: fx.Proxy) -> Callable[[], fx.Proxy]:
+        return lambda: value
 
     def mirror(self, value: fx.Proxy) -> fx.Proxy:
         return value
@@ -94,9 +102,12 @@ def test_lowerings_write_graphs(sample: Sample):
     )
     for lowering in rule.lower.values():
         graph = fx.Graph()
-        tracer = fx.proxy.GraphAppendingTracer(graph)
-        index = fx.Proxy(graph.placeholder("index"), tracer)
-        local = iter([fx.Proxy(graph.placeholder(f"t{i}"), tracer) for i in range(len(tensors))])
+        tracer, values = LocalTracer(graph), [0, *(t.to("meta") for t in tensors)]
+        given = [graph.placeholder(f"t{i}") for i in range(len(values))]
+        for node, value in zip(given, values, strict=True):
+            node.meta["val"] = value
+        index, *rest = (fx.Proxy(node, tracer) for node in given)
+        local = iter(rest)
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda _, local=local: next(local), (sample.args, sample.kwargs)
         )

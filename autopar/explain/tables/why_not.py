@@ -26,6 +26,8 @@ def answers_dict(name: str, layout: str, found: Plan, answers: Sequence[Answer])
         else:
             row["ratio"] = _ratio(found, answer.plan)
             row["difference"] = difference(found, answer.plan)
+        if answer.note:
+            row["note"] = answer.note
         rows.append(row)
     certificate = found.certificate
     return {
@@ -47,6 +49,7 @@ def answers_table(name: str, layout: str, found: Plan, answers: Sequence[Answer]
         (name, layout),
         ("predicted step", f"{format_seconds(seconds)}, {format_bytes(memory)} per device"),
         ("gap", gap),
+        *(("note", note) for note in dict.fromkeys(answer.note for answer in answers) if note),
     ]
     if len(answers) == 1:
         (answer,) = answers

@@ -91,7 +91,7 @@ def attend(
         scale: of the scores.
     """
     work = _Blocks(index, parts, query)
-    both = work.swapped(exchange, query)
+    both = swap_rows(exchange, query)
     late = aten.slice.Tensor(both, 2, work.size, 2 * work.size)
     first, first_log = _kernel(late, work.early_keys(key), work.early_keys(value), False, scale)
     blocks = work.between(both)
@@ -116,8 +116,8 @@ def attend(
             joined = term if joined is None else aten.add.Tensor(joined, term)
         results.append(joined)
         sums.append(total)
-    made = aten._to_copy.default(aten.cat.default(results, 2), dtype=_value(query).dtype)
-    return work.swapped(exchange, made, back=True), work.swapped(exchange, aten.cat.default(sums, 2), back=True)
+    made = aten._to_copy.default(aten.cat.default(results, 2), dtype=value_of(query).dtype)
+    return swap_rows(exchange, made, back=True), swap_rows(exchange, aten.cat.default(sums, 2), back=True)
 
 
 def gradients(
@@ -140,12 +140,12 @@ def gradients(
     """
     work = _Blocks(index, parts, query)
     head, wide = shape_of(query)[3], shape_of(value)[3]
-    together = work.swapped(exchange, aten.cat.default([query, grad, out], 3))
+    together = swap_rows(exchange, aten.cat.default([query, grad, out], 3))
     both, given, made = (
         aten.slice.Tensor(together, 3, a, b)
         for a, b in ((0, head), (head, head + wide), (head + wide, head + 2 * wide))
     )
-    log = work.swapped(exchange, logsumexp)
+    log = swap_rows(exchange, logsumexp)
 
     def call(pick: Callable[[Any], Any], keys: Any, values: Any, causal: bool) -> list[Any]:
         g, q, o = (aten.contiguous.default(pick(t)) for t in (given, both, made))
@@ -166,7 +166,7 @@ def gradients(
         total = aten.sum.dim_IntList(aten.masked_fill.Scalar(blocks, mine, 0.0), [0])
         total = aten.add.Tensor(total, aten.squeeze.dim(work.of_pair(own[0], early), 0))
         halves.append(total if early else aten.add.Tensor(total, first[0]))
-    of_query = work.swapped(exchange, aten.cat.default(halves, 2), back=True)
+    of_query = swap_rows(exchange, aten.cat.default(halves, 2), back=True)
     of_key, of_value = (
         work.whole(first[i], other[i], own[i], shape_of(tensor)) for i, tensor in ((1, key), (2, value))
     )
@@ -178,7 +178,7 @@ def _kernel(query: Any, key: Any, value: Any, causal: bool, scale: float | None)
     return found[0], found[1]
 
 
-def _value(tensor: Any) -> Tensor:
+def value_of(tensor: Any) -> Tensor:
     """A tensor, or that of a proxy."""
     found: Tensor = tensor.node.meta["val"] if isinstance(tensor, torch.fx.Proxy) else tensor
     return found
@@ -186,7 +186,15 @@ def _value(tensor: Any) -> Tensor:
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
     """Of a tensor, or of a proxy's."""
-    return tuple(_value(tensor).shape)
+    return tuple(value_of(tensor).shape)
+
+
+def swap_rows(exchange: Exchange, tensor: Any, back: bool = False) -> Any:
+    """A tensor ``[batch, heads, rows, ...]`` with the rows of the two blocks that balance, or back."""
+    rest = value_of(tensor).ndim - 3
+    front = aten.permute.default(tensor, [2, 0, 1, *([3] * rest)])
+    moved = exchange(aten.contiguous.default(front), back)
+    return aten.contiguous.default(aten.permute.default(moved, [1, 2, 0, *([3] * rest)]))
 
 
 class _Blocks:
@@ -197,13 +205,6 @@ class _Blocks:
         self.size = shape_of(query)[2] // 2
         self.late = 2 * parts - 1 - index
         self._made: dict[str, Any] = {}
-
-    def swapped(self, exchange: Exchange, tensor: Any, back: bool = False) -> Any:
-        """A tensor ``[batch, heads, queries, ...]`` with other queries."""
-        rest = _value(tensor).ndim - 3
-        front = aten.permute.default(tensor, [2, 0, 1, *([3] * rest)])
-        moved = exchange(aten.contiguous.default(front), back)
-        return aten.contiguous.default(aten.permute.default(moved, [1, 2, 0, *([3] * rest)]))
 
     def early_keys(self, keys: Any) -> Any:
         """The first half, which the late block sees."""

@@ -31,7 +31,7 @@ _Tolerance = tuple[str, float]
 
 
 AxisStrategy = str | tuple[int, ...]
-"""What one mesh axis does: the letter that it splits, or the inputs in which `Partial` passes through."""
+"""What one mesh axis does: the letter that it splits (or letters), or the inputs in which `Partial` passes through."""
 
 
 def check_rule(
@@ -84,14 +84,14 @@ def _join(chosen: Sequence[AxisStrategy]) -> str:
 
 def _split(chosen: Sequence[AxisStrategy], parts: int) -> dict[str, int]:
     """Into how many parts each letter is cut."""
-    letters = [s for s in chosen if isinstance(s, str)]
+    letters = [c for s in chosen if isinstance(s, str) for c in s]
     return {c: parts ** letters.count(c) for c in letters}
 
 
 def _strategies(rule: Rule) -> list[AxisStrategy]:
     """Those that one call can prove: not along letters of which each device has an order of its own."""
     skipped = (*rule.blocked, *rule.routed, *rule.counts)
-    return [*(c for c in rule.letters if c not in skipped), *rule.linear]
+    return [*(c for c in rule.letters if c not in skipped), *rule.joint, *rule.linear]
 
 
 class _SplitCall(RuleCall):
@@ -102,7 +102,7 @@ class _SplitCall(RuleCall):
         dims = self.rule.outputs[output]
         if not isinstance(strategy, str):
             return "P"
-        if any(strategy in dim for dim in dims or ()):
+        if _own_letter(strategy, dims or ()):
             return "S"
         return "P" if strategy in self.rule.reduce else "R" if strategy in self.rule.keep else None
 
@@ -110,16 +110,20 @@ class _SplitCall(RuleCall):
         """``S``, ``P`` or ``R``: how an input is placed along an axis."""
         if not isinstance(strategy, str):
             return "P" if i in strategy else "R"
-        return "S" if any(strategy in dim for dim in self.rule.inputs[i]) else "R"
+        return "S" if _own_letter(strategy, self.rule.inputs[i]) else "R"
 
     def exists(self, chosen: Sequence[AxisStrategy], parts: int) -> bool:
         """Whether sizes divide, every output has a layout, and one lowering at most is needed."""
         present = [j for j, t in enumerate(self.outputs) if t is not None]
-        divided = all(self.sizes[c] % n == 0 for c, n in _split(chosen, parts).items())
-        lowerings = {id(self.rule.lower[s]) for s in chosen if isinstance(s, str) and s in self.rule.lower}
         split = _split(chosen, parts)
-        enough = all(self.sizes[c] // split[c] >= self.rule.lower[c].least for c in split if c in self.rule.lower)
-        return divided and enough and len(lowerings) <= 1 and all(self.placement(s, j) for s in chosen for j in present)
+        divided = all(self.sizes[c] % n == 0 for c, n in split.items())
+        lowered = [s for s in chosen if isinstance(s, str) and s in self.rule.lower]
+        single = len({id(self.rule.lower[s]) for s in lowered}) <= 1
+        taken = all(
+            self.rule.lower[s].takes(self.sizes[c] // parts ** lowered.count(s), lowered.count(s))
+            for s in lowered for c in s
+        )  # fmt: skip
+        return divided and taken and single and all(self.placement(s, j) for s in chosen for j in present)
 
     def describe(self, chosen: Sequence[AxisStrategy]) -> str:
         """``S,R->S``, with one letter for each axis: ``SR,RS->SP``."""
@@ -163,7 +167,7 @@ class _SplitCall(RuleCall):
             for rank, block in whole.items():
                 cut: Sequence[torch.Tensor] = (block,) * parts
                 if kind == "S":
-                    cut = block.chunk(parts, _position(dims, str(strategy)))
+                    cut = block.chunk(parts, _position(dims, _own_letter(str(strategy), dims)))
                 if kind == "P":
                     # Random terms, not equal shares: a nonlinear operator must not pass by symmetry.
                     cut = _terms(block, parts, generator)
@@ -234,7 +238,7 @@ class _SplitCall(RuleCall):
         blocks = [self._gather(j, chosen, parts, pieces, tolerance, (*rank, k)) for k in range(parts)]
         kind = self.placement(strategy, j)
         if kind == "S":
-            return torch.cat(blocks, _position(dims, str(strategy)))
+            return torch.cat(blocks, _position(dims, _own_letter(str(strategy), dims)))
         # Replicas: complete on every device, so all must be equal.
         if kind == "R":
             for other in blocks[1:]:
@@ -292,6 +296,11 @@ class OracleContext:
     def shift(self, x: torch.Tensor, back: bool = False) -> torch.Tensor:
         """What the device before this one has, or the one after it; around the ends."""
         return sent(self._of_all(x), PREVIOUS if back else NEXT)[self.index]
+
+    def start_shift(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin a shift."""
+        came = self.shift(x)
+        return lambda: came
 
     def mirror(self, x: torch.Tensor) -> torch.Tensor:
         """What the device opposite has."""
@@ -354,6 +363,11 @@ def _coarse(dims: Dims, sizes: Mapping[str, int], split: Mapping[str, int], shap
     return tuple(
         math.prod(sizes[c] // split.get(c, 1) for c in dim) if dim else n for dim, n in zip(dims, shape, strict=True)
     )
+
+
+def _own_letter(letters: str, dims: Dims) -> str:
+    """Which of the letters of a strategy a tensor has; empty if none."""
+    return next((c for c in letters if any(c in dim for dim in dims)), "")
 
 
 def _position(dims: Dims, letter: str) -> int:

@@ -74,6 +74,8 @@ def _split(node: fx.Node, key: int, program: Program, dims: Dims, sources: set[f
     found = None
     for strategy in (s for s in strategies(operator) if s.name in names):
         assert strategy.factor is not None
+        if strategy.factor[0] in operator.rule.joint:  # one way more to split what another strategy splits
+            continue
         if strategy.factor[0] in operator.rule.lower:
             table = node.target is aten.embedding.default
             if not table or dims.types[program.sources[node][0]].shape[0] == rows:  # not a table of positions

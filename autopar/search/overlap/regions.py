@@ -34,9 +34,10 @@ FORWARD, BACKWARD = " forward", " backward"
 OUTSIDE = "outside"
 """First word of the name of a region that is not of blocks."""
 
-BLOCKING, WAITED, GATHER, GRADIENT, CHUNKED = 0, 1, 2, 3, 4
+BLOCKING, WAITED, GATHER, GRADIENT, CHUNKED, WITHIN = 0, 1, 2, 3, 4, 5
 """What a redistribution is of: activations in the forward or in the backward pass, parameters, or gradients; and
-activations whose communication chunks of products hide."""
+activations whose communication chunks of products hide. Or it is within an operator's own code, whose seconds count
+what of it kernels do not hide."""
 
 BLOCKING_KINDS = (BLOCKING, WAITED)
 """Those that kernels wait for right away, `autopar.costs.device.Link.wait` included; others begin a block ahead."""

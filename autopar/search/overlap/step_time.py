@@ -6,14 +6,16 @@ of the forward pass, and for ``C`` on such of both that chunks of products hide
 (`autopar.passes.collectives.chunk_collectives`). Kernels wait for ``B``. While they wait for ``W``, gradients of
 weights are computed. All else hides. So a region takes at least, and with the order of `overlap_collectives` about,
 
-    max(K + F + B, K + B + W, P + G + W + B + C on each axis)
+    max(K + F + B, K + B + W, P + G + W + B + C + I on each axis)
 
 What is gathered for the first unit of a step hides behind nothing, and what is gathered for the first unit of the next
 region, such as the first of all blocks, behind kernels of the first region alone: it counts there. Likewise gradients
 of the last unit are reduced behind nothing, and those of the last unit of the region before beside the last region.
-In a pipeline each graph of a stage begins, and the last one of a step ends, in such a way. Of what hides, the first two
-rows have the share for which its link occupies the device (`autopar.costs.device.Link`). Sums of ``m`` microbatches are
-reduced during the last of them: ``(K + F + B) (m - 1) / m + G`` is another row on each axis.
+In a pipeline each graph of a stage begins, and the last one of a step ends, in such a way. ``I`` is sent within
+operators, as in a ring of attention: what of it their own kernels do not hide is in ``K``, but a link that it takes is
+taken; the search leaves it out. Of what else hides, the first two rows have the share for which its link occupies the
+device (`autopar.costs.device.Link`). Sums of ``m`` microbatches are reduced during the last of them: ``(K + F + B) (m -
+1) / m + G`` is another row on each axis.
 
 The maximum of rows is at least each weighted mean of them: with any weights, the cost of a plan is bounded by one that
 is a sum over operators and redistributions (Lagrange), which the solver minimizes. Weights at which the best plan's own
@@ -49,7 +51,7 @@ Floats = NDArray[np.float64]
 KERNELS, FILLING = 0, 1
 """Features of a region: seconds of kernels, and of those that compute nothing but gradients of weights."""
 
-_KINDS = 5
+_KINDS = 6
 
 
 def feature(kind: int, axis: int, axes: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar._torch_compat import storage_id
-from autopar.costs.kernels import Work, product, stream
+from autopar.costs.kernels import Work, kernel_seconds, product, stream
 from autopar.ir.graph import tensor_arguments, values_of
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.node_info import info, set_info
@@ -30,6 +30,9 @@ from autopar.sharding.lowered.arguments import localized
 from autopar.sharding.lowered.emit import emit_lowering, lowered_letters
 from autopar.sharding.redistribute import Machine
 
+KERNEL, ISSUE, WAIT = "kernel", "issue", "wait"
+"""What a lowering's nodes do: compute, begin a collective, or wait for one."""
+
 
 @dataclass(frozen=True)
 class LoweredCost:
@@ -38,10 +41,27 @@ class LoweredCost:
     Attributes:
         kernels: all of them.
         collectives: in order.
+        order: what happens one after the other: a kind, and the number of the kernel or collective.
     """
 
     kernels: Work
     collectives: tuple[Collective, ...]
+    order: tuple[tuple[str, int], ...]
+
+    def seconds(self, dtype: str, machine: Machine) -> float:
+        """Seconds of all of it: a collective runs beside what is emitted before its wait, one at a time on an axis."""
+        kernels = kernel_seconds(self.kernels, dtype, machine.device)
+        clock, over = 0.0, dict[int, float]()
+        free: dict[str, float] = {}
+        for kind, i in self.order:
+            if kind == KERNEL:
+                clock += float(kernels[i])
+            elif kind == ISSUE:
+                made = self.collectives[i]
+                over[i] = free[made.axis] = max(clock, free.get(made.axis, 0.0)) + machine.seconds(made)
+            else:
+                clock = max(clock, over[i])
+        return clock
 
 
 def emitted_work(node: fx.Node) -> Work | None:
@@ -82,10 +102,19 @@ def lowered_cost(operator: Operator, strategy: tuple[str, ...], machine: Machine
     graph = fx.Graph()
     args, kwargs = _local_arguments(graph, operator, strategy, machine.sizes)
     emit_lowering(graph, operator, strategy, letters, machine, args, kwargs)
-    calls = [n for n in graph.nodes if n.op == "call_function"]
-    kernels = [work for node in calls if (work := emitted_work(node)) is not None]
-    collectives = tuple(made for node in calls if (made := info(node).collective) is not None)
-    return LoweredCost(Work.join(kernels) if kernels else stream(np.zeros(0)), collectives)
+    kernels, collectives, order = list[Work](), dict[fx.Node, Collective](), list[tuple[str, int]]()
+    for node in (n for n in graph.nodes if n.op == "call_function"):
+        made, work = info(node).collective, emitted_work(node)
+        if made is not None:
+            order.append((ISSUE, len(collectives)))
+            collectives[node] = made
+        elif node.target is c10d.wait_tensor.default:
+            order.append((WAIT, list(collectives).index(node.all_input_nodes[0])))
+        elif work is not None:
+            order.append((KERNEL, len(kernels)))
+            kernels.append(work)
+    all_kernels = Work.join(kernels) if kernels else stream(np.zeros(0))
+    return LoweredCost(all_kernels, tuple(collectives.values()), tuple(order))
 
 
 def _local_arguments(

@@ -6,7 +6,7 @@ The pass that rewrites graphs and the cost of the strategy call it alike: what i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,10 +35,11 @@ def lowered_letters(operator: Operator, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(f[0] for f in factors if f is not None and f[0] in operator.rule.lower))
 
 
-class _LocalTracer(fx.proxy.GraphAppendingTracer):
+class LocalTracer(fx.proxy.GraphAppendingTracer):
     """Gives every node that it makes its local tensor at once."""
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node with its local tensor."""
         node = super().create_node(*args, **kwargs)
         with torch.no_grad():
             node.meta["val"] = value_of_call(node)
@@ -110,6 +111,17 @@ class Context:
             inner, size = here if inner is None else here * size + inner, size * self.machine.sizes[a]
         return x
 
+    def start_shift(self, x: Any) -> Callable[[], Any]:
+        """Begin a shift over the one axis of the split; what is called for what came waits for it."""
+        axes = self._real_axes()
+        if not axes:
+            return lambda: x
+        (axis,) = axes
+        parts, name = self.machine.sizes[axis], self.machine.names[axis]
+        x, index = aten.contiguous.default(x), self._call(axis_index, name)
+        made = self._issue("send", axis, _value(x).nbytes, send_block, x.node, index.node, parts, NEXT, name)
+        return lambda: self._call(c10d.wait_tensor.default, made)
+
     def mirror(self, x: Any) -> Any:
         """What the device opposite has."""
         for a in self._real_axes():
@@ -143,10 +155,13 @@ class Context:
         return x if wire is None else aten._to_copy.default(x, dtype=getattr(torch, wire))
 
     def _communicate(self, kind: str, axis: int, size: float, target: Any, *args: Any) -> Any:
+        return self._call(c10d.wait_tensor.default, self._issue(kind, axis, size, target, *args))
+
+    def _issue(self, kind: str, axis: int, size: float, target: Any, *args: Any) -> fx.Node:
         made = self._call(target, *args)
         collective = Collective(kind, self.machine.names[axis], float(size))
         set_info(made.node, replace(info(made.node), collective=collective))
-        return self._call(c10d.wait_tensor.default, made.node)
+        return made.node
 
     def _call(self, target: Any, *args: Any) -> fx.Proxy:
         return fx.Proxy(self.tracer.create_node("call_function", target, args, {}), self.tracer)
@@ -187,7 +202,7 @@ def emit_lowering(
         What the lowering returns, see `autopar.rules.rule.Lowering`.
     """
     axes = tuple(a for a, name in enumerate(strategy) if name.partition(".")[0] in letters)
-    tracer = _LocalTracer(graph)
+    tracer = LocalTracer(graph)
     context = Context(tracer, operator, strategy, axes, machine)
     proxies, named = map_nodes((tuple(args), dict(kwargs)), lambda n: fx.Proxy(n, tracer))
     return operator.rule.lower[letters[0]].build(context, *proxies, **named)

@@ -125,7 +125,10 @@ def test_every_lowering_costs_its_nodes(name: str) -> None:
             assert kernel_seconds(found.kernels, dtype, machine.device).sum() == pytest.approx(kernels, rel=1e-6)
             assert list(found.collectives) == made
             one = candidates(operator, (2, 2), allowed=[[n] for n in names])
-            total = kernels + sum(seconds.collective(c) for c in made if c is not None)
-            assert float(operator_seconds(operator, one, machine)[0]) >= 0.999 * total
+            sent = sum(seconds.collective(c) for c in made if c is not None)
+            # Beside one another as far as the code's order lets them, such as the exchanges of a ring.
+            in_a_ring = any(n.startswith("qk") for n in names)
+            least = max(kernels, sent) if in_a_ring else kernels + sent
+            assert float(operator_seconds(operator, one, machine)[0]) >= 0.999 * least
             count += 1
     assert count > 10
