@@ -19,7 +19,7 @@ from autopar.costs.arguments import TEXT, a, require
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.module.copies import RESIZING, SAVING, deep_copy, refuse_pickling, refuse_resizing, save, shallow_copy
-from autopar.module.generate import GENERATING, generate
+from autopar.module.generation.generate import GENERATING, generate
 from autopar.module.session import Session
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.pad_dims import pad_dims

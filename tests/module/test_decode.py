@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.module.decode import Decoding, rounded
+from autopar.module.generation.decode import Decoding, rounded
 from autopar.parallelize import parallelize
 from tests.distributed.models import gpt2, token_batch
 

@@ -32,12 +32,12 @@ def test_no_plan_hides_more_than_the_bound_counts(bandwidth: float) -> None:
     plans += [solve(program, AXES, cluster, search=Search(recipe=r, cache=False)) for r in RECIPES]
     plans = [predict(program, dims, replace(plan, overlap=True), classes) for plan in plans]
     assert sum(plan.predicted.chunked_seconds > 0 for plan in plans) > 2
-    step = step_time_of(program, len(AXES))
+    step = step_time_of(program, cluster.link_for(AXES))
     for plan in plans:
         least = step.seconds(step_features(program, dims, plan, classes))
         assert least <= plan.predicted.step_seconds * (1 + 1e-9)
     fastest = min(plan.predicted.step_seconds for plan in plans)
-    for weights in (Weights(step), drawn(program, 0), drawn(program, 1)):
+    for weights in (Weights(step), *(drawn(program, seed, cluster) for seed in range(2))):
         found = plan_within(BudgetProblem.of(program, dims, classes, Job(AXES, cluster), weights))
         own = predict(program, dims, found, classes).predicted.step_seconds
         assert 0 < found.certificate.lower_bound <= min(fastest, own) * (1 + 1e-9)

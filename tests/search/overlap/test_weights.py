@@ -36,10 +36,10 @@ SHARED = replace(
 )
 
 
-def drawn(program: Program, seed: int) -> Weights:
+def drawn(program: Program, seed: int, cluster: Cluster = SHARED) -> Weights:
     """Weights of all regions at random."""
     regions, random = regions_of(program), np.random.default_rng(seed)
-    step = step_time_of(program, SHARED.link_for(AXES))
+    step = step_time_of(program, cluster.link_for(AXES))
     rows = {region: random.dirichlet(np.ones(len(step.rows(region)[region]))) for region in {*regions.names.values()}}
     return Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)[BEFORE]))[0]})
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, CaptureError, InfeasibleError, MissingRuleError, PlanError
 from autopar.module.copies import whole_parameters
-from autopar.module.decode import Decoding
+from autopar.module.generation.decode import Decoding
 from autopar.runtime.dtensor import full_tensor
 from autopar.runtime.mesh import MeshContext
 

@@ -1,0 +1,1 @@
+"""Generation of tokens on a mesh: transformers' loop, with the graphs of a prompt and of a token."""
