@@ -166,10 +166,8 @@ class _Rounds:
         found = _search(problem)
         self.found.append((found, weights))
         self.plans.append(self._predicted(found.plan))
-        if found.plan.certificate.binds or not problem.met:
+        if found.plan.certificate.binds or not self._look_at(problem):
             self.cuts.append(self._features(found.plan))
-        else:
-            self._look_at(problem)
 
     def cut_in_vain(self) -> bool:
         """Whether chunks of the best plan could hide more than they do."""
@@ -197,9 +195,7 @@ class _Rounds:
         ahead, enough = problem.measured(replace(plan, overlap=True))
         plan = self._predicted(ahead if enough else plan)
         self.plans.append(plan)
-        if not plan.certificate.binds and self.built is not None:
-            self._look_at(problem)
-        else:
+        if plan.certificate.binds or self.built is None or not self._look_at(problem):
             self.cuts.append(self._features(plan))
 
     def by_axes(self) -> None:
@@ -255,8 +251,11 @@ class _Rounds:
                  for n, (labels, features) in enumerate(self.labelings.values())]  # fmt: skip
         return min(known, default=(0.0, 0, None))[2]
 
-    def _look_at(self, problem: BudgetProblem) -> None:
-        """Labelings that a search met on its way are cuts as well, and the fastest of them may be a better plan."""
+    def _look_at(self, problem: BudgetProblem) -> bool:
+        """Labelings that a search met on its way are cuts as well, and the fastest of them may be a better plan.
+
+        Whether it met any whose features are known.
+        """
         step, fastest = self.all_hidden.step, self.best.predicted.step_seconds
         better: tuple[Formulation, Ints] | None = None
         for built, labels in problem.met:
@@ -276,6 +275,7 @@ class _Rounds:
             plan = problem.plan(built, mix, known.bound, known.plan.certificate.method)
             plan, enough = problem.measured(replace(plan, overlap=True))
             self.plans += [self._predicted(plan)] * enough
+        return bool(problem.met) and self.built is not None and self.built.features is not None
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ class DeviceGroup:
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST_DEVICES:
                 raise ValueError(f"{key} must be a positive integer, at most {MOST_DEVICES}, got {shown(value)}")
         if isinstance(self.speed, bool) or not isinstance(self.speed, int | float) or not 0 < self.speed <= 100:
-            raise ValueError(f"speed must be a positive number, 1 for the figures of the device, got {self.speed!r}")
+            raise ValueError(
+                f"speed must be a positive number, 1 for the figures of the device, got {shown(self.speed)}"
+            )
         if not isinstance(self.device, Device):
             raise ValueError(f"device must be a Device, got {shown(self.device)}")
         for key, kind in (("links", Link), ("group_sizes", int)):
@@ -56,18 +58,18 @@ class DeviceGroup:
                 raise ValueError(f"{key} must be a tuple of {kind.__name__}s, got {shown(value)}")
             object.__setattr__(self, key, tuple(value))
         object.__setattr__(self, "speed", float(self.speed))
-        levels = len(self.group_sizes) + 1
-        if len(self.links) != levels + 1 and (self.nodes > 1 or len(self.links) != levels):
-            raise ValueError(
-                f"links has {len(self.links)} entries for {levels} level{'s' if levels > 1 else ''} within a node and "
-                f"{self.nodes} node{'s' if self.nodes > 1 else ''}: give one for each level, and one between nodes"
-            )
         for inner, outer in itertools.pairwise((1, *self.group_sizes, self.devices_per_node)):
             if isinstance(inner, bool) or inner < 1 or outer % inner:
                 raise ValueError(
                     f"group_sizes {list(self.group_sizes)} and devices_per_node {self.devices_per_node} must each be a "
                     "multiple of the one before"
                 )
+        levels = len(self.group_sizes) + 1
+        if len(self.links) != levels + 1 and (self.nodes > 1 or len(self.links) != levels):
+            raise ValueError(
+                f"links has {len(self.links)} entries for {levels} level{'s' if levels > 1 else ''} within a node and "
+                f"{self.nodes} node{'s' if self.nodes > 1 else ''}: give one for each level, and one between nodes"
+            )
 
     @property
     def devices(self) -> int:

@@ -94,7 +94,7 @@ def test_every_cut_in_every_order() -> None:
         stages = tuple(Stage(tuple(f"layers.{i}" for i in range(a, b))) for a, b in ends)
         for places in itertools.permutations(range(3)):
             plan = replace(found, stages=stages, pipeline=replace(found.pipeline, places=places))
-            cut, _, actions = cut_again(plan, part, devices, overlap=False)
+            cut, _, actions = cut_again(plan, part, devices)
             seconds.append(cut.seconds(actions))
     assert found.predicted.step_seconds == pytest.approx(min(seconds))
     assert found.certificate.lower_bound <= min(seconds)
