@@ -41,7 +41,7 @@ CLOSE, CLOSE_WITHIN = 3e-3, 0.1
 """A plan is good enough if at most this share of its time is above the bound of any weights; the second where a budget
 binds, of which each round takes long, and for the stages of pipelines, of which there are many."""
 
-NEAR, SIMULATED = 1.2, 4
+NEAR, SIMULATED = 1.05, 4
 """Of the plans that take at most this multiple of the best one's time, so many are simulated."""
 
 

@@ -296,14 +296,18 @@ def test_queries_are_split() -> None:
     model, tokens = Attention(CAUSAL["bool"], expanded, heads=2), batch()
     program = program_of(model, tokens)
     split = set()
-    for seed in range(8):
+    for seed in range(60):
         plan = solve(program, {"a": 2, "b": 2}, "cpu", search=Search(recipe="random", seed=seed))
         local = rewrite(program, plan)
-        node = next(n for n in local.graph.graph.nodes if n.target is FORWARD)
+        assert compare(program, local, plan, global_values(program, model, tokens), torch.float64).max_error < BOUND
+        node, *others = (n for n in local.graph.graph.nodes if n.target is FORWARD)
+        if others:  # keys go round in a ring, and none is hidden
+            continue
         whole = node.args[0].meta["val"].shape[2] == TOKENS  # type: ignore[union-attr]
         assert whole == (node.args[3] is None) == node.args[6]
-        assert compare(program, local, plan, global_values(program, model, tokens), torch.float64).max_error < BOUND
         split.add(not whole)
+        if len(split) == 2:
+            break
     assert split == {True, False}
 
 

@@ -76,7 +76,7 @@ def test_a_permutation_is_copied_and_the_copy_counts(turned: bool) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "encoder"])
 def test_transformers_need_none(name: str) -> None:
-    assert copies(rewritten(zoo.captured(name)[0])[0]) == []
+    assert copies(rewritten(zoo.captured(name)[0], seed=2)[0]) == []
 
 
 class Complex(nn.Module):
@@ -144,5 +144,5 @@ def test_what_is_known_of_strides_is_so(name: str, monkeypatch: pytest.MonkeyPat
 def test_everywhere_means_everywhere() -> None:
     program = zoo.captured("gpt2")[0]
     passes = with_any_strides(DETERMINISTIC_PASSES)
-    found = copies(rewritten(program, passes=passes)[0])
+    found = copies(rewritten(program, seed=2, passes=passes)[0])
     assert found.count("autopar.attention.default") == 3

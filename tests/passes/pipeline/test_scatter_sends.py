@@ -48,11 +48,12 @@ def residual() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 @cache
-def planned(link: float, virtual: int = 1, schedule: str = "1f1b") -> tuple[Program, Plan]:
+def planned(link: float, virtual: int = 1, schedule: str = "1f1b", **more: str) -> tuple[Program, Plan]:
     """Megatron's layouts inside a stage, and a link of so many bytes per second between stages."""
     program = program_of(*residual())
     cuts = [f"blocks.{i}" for i in range(1, 4) if i % (3 - virtual) == 0]
     pins = {"stages": cuts, "stage_axis": "node", "virtual": virtual, "microbatches": 4, "schedule": schedule}
+    pins |= more
     search = Search(pins=pins, recipe="megatron", cache=False)
     return program, solve(program, AXES, machine(link), search=search)
 
@@ -93,8 +94,7 @@ def test_all_is_sent_where_links_are_alike() -> None:
 
 
 def test_the_seconds_are_those_of_the_graph() -> None:
-    program, plan = planned(SLOW)
-    plan = replace(plan, overlap=False)  # the search prices nothing else
+    program, plan = planned(SLOW, overlap="none")
     link = plan.cluster.axis_links["node"]
     own = {"parts": plan, "whole": replace(plan, scatter=None)}
     taken = {k: times_of_stages(StageGraphs(rewrite(program, p), 2), p.inner, link, False) for k, p in own.items()}
