@@ -13,7 +13,6 @@ from autopar.ir.program import Program
 from autopar.search.axis_by_axis import bound_by_axes
 from autopar.search.budget.budget_problem import BudgetProblem, peak_bytes
 from autopar.search.budget.cutoff import PrunedError
-from autopar.search.budget.tighten import HOPELESS
 from autopar.search.budget.within_budget import plan_by_axes, plan_within
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.recipes import roles_of
@@ -40,6 +39,10 @@ ROUNDS, ROUNDS_WITHIN = 8, 4
 CLOSE, CLOSE_WITHIN = 3e-3, 0.1
 """A plan is good enough if at most this share of its time is above the bound of any weights; the second where a budget
 binds, of which each round takes long, and for the stages of pipelines, of which there are many."""
+
+HOPELESS_APART = 1.5
+"""Where the plan of least memory needs this multiple of the budget with its collectives waited for one by one, no other
+plan of that kind is searched: layouts that are best where nothing is hidden may need less."""
 
 NEAR, SIMULATED = 1.05, 4
 """Of the plans that take at most this multiple of the best one's time, so many are simulated."""
@@ -70,7 +73,8 @@ def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | No
             raise
         # What is in flight takes memory, too: perhaps collectives that are waited for one by one fit.
         alone = BudgetProblem.of(program, dims, classes, job)
-        if alone.impossible or peak_bytes(alone.measured(replace(e.least, overlap=False))[0]) > HOPELESS * job.memory:
+        waiting, _ = alone.measured(replace(e.least, overlap=False))
+        if alone.impossible or peak_bytes(waiting) > HOPELESS_APART * job.memory:
             raise
     return _plain(program, dims, job, classes)
 
