@@ -77,19 +77,19 @@ def test_a_region_takes_the_longest_of_its_rows() -> None:
     assert seconds(kernels=4, gradient=3, microbatches=4) == 6  # beside the last microbatch alone
 
 
-def test_what_hides_takes_the_device_for_its_share() -> None:
+@pytest.mark.parametrize(
+    "recipe", ["fsdp", *(pytest.param(r, marks=pytest.mark.deep) for r in ("ddp", "megatron-sequence"))]
+)
+def test_what_hides_takes_the_device_for_its_share(recipe: str) -> None:
     """The simulator's kernels are as much longer, and predictions with what calibrations find are about its steps."""
     program, (near, far) = captured(8, layers=3), Cluster.preset("h100").links
-    for link in (replace(near, occupies=0.5), replace(near, wait=1e-4, occupies=0.2)):
-        cluster = replace(Cluster.preset("h100"), links=(link, far))
-        for recipe in ("fsdp", "ddp", "megatron-sequence"):
-            search = Search(recipe=recipe, cache=False)
-            plan = solve(program, {"gpu": 8}, cluster, search=search)
-            simulated = simulate(emitted(rewrite(program, plan), plan)).step_seconds
-            assert plan.predicted.step_seconds == pytest.approx(simulated, rel=0.05)
-            without = solve(program, {"gpu": 8}, "h100", search=search).predicted
-            hidden = without.communication_seconds + without.compute_seconds - without.step_seconds
-            assert plan.predicted.step_seconds > without.step_seconds + 0.5 * link.occupies * hidden
+    link, search = replace(near, wait=1e-4, occupies=0.5), Search(recipe=recipe, cache=False)
+    plan = solve(program, {"gpu": 8}, replace(Cluster.preset("h100"), links=(link, far)), search=search)
+    simulated = simulate(emitted(rewrite(program, plan), plan)).step_seconds
+    assert plan.predicted.step_seconds == pytest.approx(simulated, rel=0.05)
+    without = solve(program, {"gpu": 8}, "h100", search=search).predicted
+    hidden = without.communication_seconds + without.compute_seconds - without.step_seconds
+    assert plan.predicted.step_seconds > without.step_seconds + 0.5 * link.occupies * hidden
 
 
 def test_the_pin_overlap() -> None:
