@@ -249,13 +249,14 @@ def chosen(rank: int, recipe: str | None, seed: int, sizes: tuple[int, ...] = (2
     """How far three steps are from one device's, the last of fewer samples; and the pipeline, which nobody named."""
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
-    from tests.search.pipeline.test_branch_and_bound import Deep, machine
+    from tests.search.pipeline.test_branch_and_bound import MANY, Deep, machine
 
-    model, plain = Deep().double(), Deep().double()
-    pins = {"stages": "search" if recipe is None else 2, "recompute": "search"}
+    model, plain = Deep(MANY).double(), Deep(MANY).double()
+    few = {"stages": "search", "virtual": 1, "microbatches": 4} if recipe is None else {"stages": 2}
+    pins = {**few, "recompute": "search"}
     search = Search(pins=pins, recipe=recipe, seed=seed)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("node", "gpu")[: len(sizes)])
-    parallel: Any = parallelize(model, mesh, cluster=machine(4e7), search=search, timeout=WAIT)
+    parallel: Any = parallelize(model, mesh, cluster=machine(3e7), search=search, timeout=WAIT)
     rows = torch.randn(32, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     worst = follow(parallel, plain, [{"x": x} for x in (rows, rows.flip(0), rows[:16])])
     return worst, str(parallel.plan.pipeline)
