@@ -1,4 +1,4 @@
-"""Three axes and more: solve axis by axis, never the full product, and bound the whole from below by its axes.
+"""More axes than one problem takes: solve axis by axis, never the full product, and bound the whole by its axes.
 
 With the others fixed, the layouts on two axes are a problem that is solved exactly; to solve these in turn until
 nothing improves is block coordinate descent. The lower bound is a sum over axes. The moves of a plan, projected on one

@@ -311,6 +311,7 @@ _CLASSES = {
 """Optimizers of DeepSpeed, torch's that does the same, and what its state counts as."""
 
 _COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
+_ASKED_FOR = "autopar.CompressedGradients(method='onebit') and the role compressed"
 _ARGUMENTS = {"lr": NUMBER, "betas": PAIR, "eps": NUMBER, "weight_decay": NUMBER, "momentum": NUMBER, "nesterov": FLAG}
 _OF_CLASS = {"AdamW": "lr betas eps weight_decay", "Adam": "lr betas eps weight_decay",
              "SGD": "lr momentum weight_decay nesterov", "Adagrad": "lr eps weight_decay"}  # fmt: skip
@@ -324,7 +325,9 @@ def _optimizer(keys: Keys) -> Optimizer | None:
     kind = given.lower()
     if kind not in _CLASSES:
         compressed = (
-            "compresses gradients, which changes the numbers" if kind in _COMPRESSED else "is none of torch.optim"
+            f"compresses gradients, which is asked for: {_ASKED_FOR}"
+            if kind in _COMPRESSED
+            else "is none of torch.optim"
         )
         keys.lack(
             "optimizer.type", f"it {compressed}; pass an optimizer of your own, and optimizer= whose state is as large"
@@ -350,7 +353,7 @@ def _optimizer(keys: Keys) -> Optimizer | None:
     if name == "SGD" and arguments.get("momentum"):
         state = "sgd-momentum"
     if kind in _COMPRESSED:
-        keys.lack("optimizer.type", f"1-bit gradients change the numbers; torch.optim.{name} sends whole ones")
+        keys.lack("optimizer.type", f"torch.optim.{name} sends whole gradients; for 1 bit see {_ASKED_FOR}")
     else:
         keys.translate("optimizer.type", f"torch.optim.{name}; its state counts in the budget")
     for key in [key for key in keys if key.startswith(params) and key[len(params) :] not in arguments]:

@@ -52,7 +52,7 @@ REASONS: Reasons = {
     "parallelism.enable_async_tensor_parallel": (NOT_NEEDED, "products run in chunks beside collectives where faster"),
     "parallelism.enable_compiled_autograd": (NOT_NEEDED, "forward and backward are captured as one graph"),
     "parallelism.fsdp_disable_prefetch": (NOT_NEEDED, "the pin overlap='none' turns all overlap off"),
-    "parallelism.context_parallel_rotate_method": (NOT_NEEDED, "keys and values are gathered, or heads exchanged"),
+    "parallelism.context_parallel_rotate_method": (NOT_NEEDED, "gathered keys, a ring or exchanged heads: by cost"),
     "parallelism.context_parallel_load_balancer": (NOT_NEEDED, "causal blocks are balanced where that is faster"),
     "parallelism.pipeline_parallel_*_less_layers": (NOT_NEEDED, "stages are cut for the shortest step"),
     "parallelism.module_fqns_per_model_part": (NO_COUNTERPART, "the pin stages takes modules at which stages begin"),
