@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     )
     from autopar.ir.plan import Plan
     from autopar.ir.precision import Precision
-    from autopar.low_communication.compressed.gradients import CompressedGradients
-    from autopar.low_communication.local_steps import LocalSteps
+    from autopar.module.low_communication.compressed.gradients import CompressedGradients
+    from autopar.module.low_communication.local_steps import LocalSteps
     from autopar.parallelize import parallelize
     from autopar.rules.rule import Lowering, Rule, Spec, rule
     from autopar.runtime.launch.mesh import mesh
@@ -79,8 +79,8 @@ _MODULES = {
     "MissingRuleError PassError PlanError RankError VerifyError",
     "autopar.ir.plan": "Plan",
     "autopar.ir.precision": "Precision",
-    "autopar.low_communication.compressed.gradients": "CompressedGradients",
-    "autopar.low_communication.local_steps": "LocalSteps",
+    "autopar.module.low_communication.compressed.gradients": "CompressedGradients",
+    "autopar.module.low_communication.local_steps": "LocalSteps",
     "autopar.parallelize": "parallelize",
     "autopar.rules.rule": "Lowering Rule Spec rule",
     "autopar.runtime.launch.mesh": "mesh",

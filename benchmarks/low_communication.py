@@ -253,8 +253,8 @@ def curve(name: str, seed: int, steps: int) -> list[tuple[int, float]]:
     """Tokens and loss: of worker 0 where there are several."""
     import torch
 
-    from autopar.low_communication.compressed.emulate import EmulatedCompression
-    from autopar.low_communication.emulate import EmulatedWorkers
+    from autopar.module.low_communication.compressed.emulate import EmulatedCompression
+    from autopar.module.low_communication.emulate import EmulatedWorkers
 
     settings, rows = CURVES[name], 8
     count = WORKERS if settings else 1
@@ -287,8 +287,8 @@ def bytes_of(name: str, steps: int) -> float:
     """That each of the four workers sends in the whole run, by the closed forms."""
     from autopar.costs.cluster import Link
     from autopar.costs.outer_exchange import compressed_collectives, exchange_cost
-    from autopar.low_communication.compressed.settings import Compression
-    from autopar.low_communication.exchange import sent_bytes
+    from autopar.module.low_communication.compressed.settings import Compression
+    from autopar.module.low_communication.exchange import sent_bytes
 
     shapes = [tuple(p.shape) for p in language_model(0, 64, 2).parameters()]
     link, given = Link("any", bandwidth=1.0, latency=1.0), CURVES[name] or {}

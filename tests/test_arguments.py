@@ -23,8 +23,8 @@ from autopar.costs.arguments import AXES, SIZE, number, require, shown, whole
 from autopar.costs.cluster import Between, Device, DeviceGroup, Link
 from autopar.costs.memory import parse_bytes
 from autopar.integrations.metrics import watch
-from autopar.low_communication.compressed.settings import Compression
-from autopar.low_communication.settings import Settings
+from autopar.module.low_communication.compressed.settings import Compression
+from autopar.module.low_communication.settings import Settings
 from autopar.parallelize import parallelize
 
 NAN, INF = float("nan"), float("inf")

@@ -25,7 +25,6 @@ LAYERS = (
     "verify",
     "explain",
     "module",
-    "low_communication",
     "parallelize checkpoint",
     "integrations",
     "autopar",  # autopar/__init__.py

@@ -10,9 +10,9 @@ import torch
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import mlp, mlp_batch
-from tests.low_communication.compressed_cases import CASES, OPTIMIZERS
-from tests.low_communication.compressed_reference import run
-from tests.low_communication.reference import largest_difference
+from tests.module.low_communication.compressed_cases import CASES, OPTIMIZERS
+from tests.module.low_communication.compressed_reference import run
+from tests.module.low_communication.reference import largest_difference
 
 pytestmark = pytest.mark.distributed
 

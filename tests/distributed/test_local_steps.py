@@ -9,8 +9,8 @@ import torch
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import mlp, mlp_batch
-from tests.low_communication.cases import CASES, OPTIMIZERS
-from tests.low_communication.reference import largest_difference, run
+from tests.module.low_communication.cases import CASES, OPTIMIZERS
+from tests.module.low_communication.reference import largest_difference, run
 
 pytestmark = pytest.mark.distributed
 
@@ -204,8 +204,8 @@ def test_resumes(ranks: Ranks, tmp_path: Any, roles: Any, pins: Any, again: Any)
 def quantized(rank: int, bits: int) -> tuple[bool, int, int]:
     """Two workers of two devices in float32: each shard as emulated workers have it, bit by bit."""
     import autopar
-    from autopar.low_communication.exchange import emulated_mean
-    from autopar.low_communication.outer import OuterState
+    from autopar.module.low_communication.exchange import emulated_mean
+    from autopar.module.low_communication.outer import OuterState
     from autopar.runtime.dtensor import to_local
 
     def batch(step: int) -> dict[str, torch.Tensor]:

@@ -12,8 +12,8 @@ from autopar.costs.arguments import one_of, require, whole
 from autopar.costs.cluster import Link
 from autopar.costs.outer_exchange import RoundCost, choose_round, round_cost
 from autopar.errors import AutoparError
-from autopar.low_communication.fragments import blocks_of
-from autopar.low_communication.settings import Settings
+from autopar.module.low_communication.fragments import blocks_of
+from autopar.module.low_communication.settings import Settings
 from autopar.module.parallel_module import ParallelModule
 
 AUTO = "auto"

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import AutoparError
-from autopar.low_communication.compressed.collectives import (
+from autopar.module.low_communication.compressed.collectives import (
     GATHER,
     Exchange,
     Request,
@@ -21,14 +21,14 @@ from autopar.low_communication.compressed.collectives import (
     over_group,
     parted,
 )
-from autopar.low_communication.compressed.low_rank import LowRank
-from autopar.low_communication.compressed.signs import Signs, pieces, whole
-from autopar.low_communication.saved_state import in_shards, own_shard
+from autopar.module.low_communication.compressed.low_rank import LowRank
+from autopar.module.low_communication.compressed.signs import Signs, pieces, whole
+from autopar.module.low_communication.saved_state import in_shards, own_shard
 from autopar.runtime.dtensor import to_local
 from autopar.runtime.state.stage_tensor import StageTensor
 
 if TYPE_CHECKING:
-    from autopar.low_communication.compressed.gradients import CompressedGradients
+    from autopar.module.low_communication.compressed.gradients import CompressedGradients
 
 ERROR, SERVED, FACTORS = "error", "served", "factors"
 

@@ -16,7 +16,7 @@ import torch
 
 from autopar.costs.outer_exchange import INDEX, largest_of
 from autopar.errors import AutoparError
-from autopar.low_communication.compressed.collectives import GATHER, Exchange, Request
+from autopar.module.low_communication.compressed.collectives import GATHER, Exchange, Request
 
 
 class Largest:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autopar.errors import AutoparError
-from autopar.low_communication.settings import Settings
+from autopar.module.low_communication.settings import Settings
 
 
 class OuterState:

@@ -3,7 +3,7 @@
 For a parameter x with the gradient g of one worker, at step t, T being the last with plain Adam::
 
     u = beta1 * m + (1 - beta1) * (g + weight_decay * x)
-    m = what comes of exchanging u, see `autopar.low_communication.compressed.signs`: the same on all workers
+    m = what comes of exchanging u, see `autopar.module.low_communication.compressed.signs`: the same on all workers
     x = x - lr * (m / (1 - beta1^t)) / (sqrt(v_T / (1 - beta2^T)) + eps)
 
 That is `torch.optim.Adam` with v_T in place of v_t: state is in the optimizer, as Adam has it.

@@ -9,14 +9,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.low_communication.exchange import InFlight
+from autopar.module.low_communication.exchange import InFlight
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.dtensor import in_layout, local_like, redistribute, to_local
 from autopar.runtime.state.stage_tensor import StageTensor, with_owner
 from autopar.runtime.state.state_dict import savable
 
 if TYPE_CHECKING:
-    from autopar.low_communication.local_steps import LocalSteps
+    from autopar.module.low_communication.local_steps import LocalSteps
 
 ANCHOR, MOMENTUM, MEAN = "anchor", "momentum", "mean"
 

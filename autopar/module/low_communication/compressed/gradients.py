@@ -9,13 +9,18 @@ from typing import Any
 import torch
 
 from autopar.costs.outer_exchange import ExchangeCost, compressed_collectives, exchange_cost
-from autopar.low_communication.compressed.collectives import over_group
-from autopar.low_communication.compressed.emulate import require_several
-from autopar.low_communication.compressed.frozen_adam import require_plain_adam
-from autopar.low_communication.compressed.saved import load_saved_state, require_layouts, saved_state
-from autopar.low_communication.compressed.settings import ONEBIT, Compression
-from autopar.low_communication.compressed.step import WorkerStep, first_infinite, require_compressible, require_finite
-from autopar.low_communication.worker_exchange import WorkerExchange
+from autopar.module.low_communication.compressed.collectives import over_group
+from autopar.module.low_communication.compressed.emulate import require_several
+from autopar.module.low_communication.compressed.frozen_adam import require_plain_adam
+from autopar.module.low_communication.compressed.saved import load_saved_state, require_layouts, saved_state
+from autopar.module.low_communication.compressed.settings import ONEBIT, Compression
+from autopar.module.low_communication.compressed.step import (
+    WorkerStep,
+    first_infinite,
+    require_compressible,
+    require_finite,
+)
+from autopar.module.low_communication.worker_exchange import WorkerExchange
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.state.parameters import checksum
 
@@ -64,7 +69,7 @@ class CompressedGradients(WorkerExchange):
             model: what `autopar.parallelize` returned, on a mesh with an axis of the role ``compressed``.
             optimizer: of all parameters that are trained; for ``"onebit"`` a `torch.optim.Adam`, whose update is made
                 here once variances are frozen.
-            method: ``"powersgd"``: matrices as two thin factors, see `autopar.low_communication.compressed.low_rank`;
+            method: ``"powersgd"``: matrices as two thin factors, see `...compressed.low_rank`;
                 ``"topk"``: the largest numbers, see `...compressed.largest`; ``"onebit"``: signs of Adam's momentum,
                 see `...compressed.frozen_adam`.
             rank: of ``"powersgd"``: columns of the factors. Vectors, and matrices that these do not make smaller, are
@@ -172,7 +177,7 @@ class CompressedGradients(WorkerExchange):
         return self.settings
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save, see `autopar.low_communication.compressed.saved`; every rank calls it."""
+        """What to save, see `autopar.module.low_communication.compressed.saved`; every rank calls it."""
         return saved_state(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

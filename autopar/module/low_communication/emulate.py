@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.low_communication.exchange import emulated_mean
-from autopar.low_communication.fragments import split_in_fragments
-from autopar.low_communication.outer import OuterState, require_exchangeable
-from autopar.low_communication.settings import Settings
+from autopar.module.low_communication.exchange import emulated_mean
+from autopar.module.low_communication.fragments import split_in_fragments
+from autopar.module.low_communication.outer import OuterState, require_exchangeable
+from autopar.module.low_communication.settings import Settings
 
 
 class EmulatedWorkers:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import torch
 
 from autopar.costs.outer_exchange import is_low_rank, matrix_of
-from autopar.low_communication.compressed.collectives import REDUCE, Exchange, Request, joined, parted
+from autopar.module.low_communication.compressed.collectives import REDUCE, Exchange, Request, joined, parted
 
 
 class LowRank:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.low_communication.emulate import EmulatedWorkers
+from autopar.module.low_communication.emulate import EmulatedWorkers
 from tests.distributed.models import mlp, mlp_batch
-from tests.low_communication.cases import CASES, OPTIMIZERS
-from tests.low_communication.reference import largest_difference, run
+from tests.module.low_communication.cases import CASES, OPTIMIZERS
+from tests.module.low_communication.reference import largest_difference, run
 
 STEPS, WORKERS = 13, 3
 

@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.low_communication.compressed.collectives import in_lock_step
-from autopar.low_communication.compressed.frozen_adam import require_plain_adam
-from autopar.low_communication.compressed.settings import ONEBIT, Compression
-from autopar.low_communication.compressed.step import WorkerStep, first_infinite, require_compressible, require_finite
+from autopar.module.low_communication.compressed.collectives import in_lock_step
+from autopar.module.low_communication.compressed.frozen_adam import require_plain_adam
+from autopar.module.low_communication.compressed.settings import ONEBIT, Compression
+from autopar.module.low_communication.compressed.step import (
+    WorkerStep,
+    first_infinite,
+    require_compressible,
+    require_finite,
+)
 
 
 class EmulatedCompression:

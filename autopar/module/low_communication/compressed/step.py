@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 
 from autopar.errors import AutoparError
-from autopar.low_communication.compressed.collectives import Exchange, averaged
-from autopar.low_communication.compressed.frozen_adam import groups_of, momenta, require_plain_adam, update
-from autopar.low_communication.compressed.largest import Largest
-from autopar.low_communication.compressed.low_rank import LowRank
-from autopar.low_communication.compressed.settings import ONEBIT, POWERSGD, TOPK, Compression
-from autopar.low_communication.compressed.signs import Signs
+from autopar.module.low_communication.compressed.collectives import Exchange, averaged
+from autopar.module.low_communication.compressed.frozen_adam import groups_of, momenta, require_plain_adam, update
+from autopar.module.low_communication.compressed.largest import Largest
+from autopar.module.low_communication.compressed.low_rank import LowRank
+from autopar.module.low_communication.compressed.settings import ONEBIT, POWERSGD, TOPK, Compression
+from autopar.module.low_communication.compressed.signs import Signs
 from autopar.runtime.dtensor import to_local
 
 ERROR, SERVED = "error", "served"

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.low_communication.compressed.collectives import in_lock_step
-from autopar.low_communication.compressed.emulate import EmulatedCompression
-from autopar.low_communication.compressed.low_rank import LowRank
-from autopar.low_communication.compressed.settings import Compression
-from autopar.low_communication.compressed.step import WorkerStep
+from autopar.module.low_communication.compressed.collectives import in_lock_step
+from autopar.module.low_communication.compressed.emulate import EmulatedCompression
+from autopar.module.low_communication.compressed.low_rank import LowRank
+from autopar.module.low_communication.compressed.settings import Compression
+from autopar.module.low_communication.compressed.step import WorkerStep
 from tests.distributed.models import mlp, mlp_batch
-from tests.low_communication.compressed_cases import CASES, OPTIMIZERS
-from tests.low_communication.compressed_reference import METHODS, run
-from tests.low_communication.reference import largest_difference
+from tests.module.low_communication.compressed_cases import CASES, OPTIMIZERS
+from tests.module.low_communication.compressed_reference import METHODS, run
+from tests.module.low_communication.reference import largest_difference
 
 STEPS, WORKERS = 13, 3
 

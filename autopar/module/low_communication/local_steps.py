@@ -15,12 +15,12 @@ from torch.distributed import ProcessGroup
 from autopar.costs.arguments import FLAG, require
 from autopar.costs.outer_exchange import RoundCost
 from autopar.errors import AutoparError
-from autopar.low_communication.choose_round import AUTO, Wanted, chosen, predicted
-from autopar.low_communication.exchange import InFlight, send, sent_bytes
-from autopar.low_communication.fragments import split_in_fragments
-from autopar.low_communication.outer import OuterState, require_exchangeable
-from autopar.low_communication.settings import Settings
-from autopar.low_communication.worker_exchange import WorkerExchange
+from autopar.module.low_communication.choose_round import AUTO, Wanted, chosen, predicted
+from autopar.module.low_communication.exchange import InFlight, send, sent_bytes
+from autopar.module.low_communication.fragments import split_in_fragments
+from autopar.module.low_communication.outer import OuterState, require_exchangeable
+from autopar.module.low_communication.settings import Settings
+from autopar.module.low_communication.worker_exchange import WorkerExchange
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.state.parameters import checksum
 
@@ -32,8 +32,8 @@ class LocalSteps(WorkerExchange):
 
     From its first step on, the optimizer of each worker trains this worker's parameters alone. Every ``every`` steps
     the mean of what the workers have moved goes through an outer optimizer, and all begin anew from its result, see
-    `autopar.low_communication.outer`. Each rank exchanges only its own shards, with the ranks at its place in the other
-    workers. All ranks agree on an exchange before it; one that is at another is a `RankError`.
+    `autopar.module.low_communication.outer`. Each rank exchanges only its own shards, with the ranks at its place in
+    the other workers. All ranks agree on an exchange before it; one that is at another is a `RankError`.
 
     ::
 
@@ -251,14 +251,14 @@ class LocalSteps(WorkerExchange):
         return self.settings
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save, see `autopar.low_communication.saved_state`; every rank calls it."""
-        from autopar.low_communication.saved_state import saved_state
+        """What to save, see `autopar.module.low_communication.saved_state`; every rank calls it."""
+        from autopar.module.low_communication.saved_state import saved_state
 
         return saved_state(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as `state_dict` has it; every rank calls it, and layouts must be decided."""
-        from autopar.low_communication.saved_state import load_saved_state
+        from autopar.module.low_communication.saved_state import load_saved_state
 
         load_saved_state(self, state)
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from autopar.costs.outer_exchange import piece_of
-from autopar.low_communication.compressed.collectives import GATHER, SCATTER, Exchange, Request
+from autopar.module.low_communication.compressed.collectives import GATHER, SCATTER, Exchange, Request
 
 
 class Signs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -18,7 +19,7 @@ from autopar.runtime.mesh import Workers
 _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
-class WorkerExchange:
+class WorkerExchange(ABC):
     """Exchanges among the workers of a mesh axis, around the steps of an optimizer.
 
     Attributes:
@@ -200,13 +201,13 @@ class WorkerExchange:
         if own != other:
             raise AutoparError(f"these {self.what} have {own}, and what is loaded has {other}; make them with the same")
 
-    def _settings(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _settings(self) -> Any: ...
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What to save; every rank calls it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as `state_dict` has it; every rank calls it, and layouts must be decided."""
-        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Algorithms, as they are asked for and as `tests.low_communication.reference` has them."""
+"""Algorithms, as they are asked for and as `tests.module.low_communication.reference` has them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.low_communication.reference import Recurrence
+from tests.module.low_communication.reference import Recurrence
 
 WHOLE, PARTS = ("up", "down"), (("up",), ("down",))
 PLAIN = {"lr": 1.0}
