@@ -61,7 +61,7 @@ def generated(model: Any, call: dict[str, Any]) -> torch.Tensor:
 
 def on_ranks(rank: int, name: str) -> tuple[list[torch.Tensor], list[str], float, int]:
     """Tokens, warnings, the part of the model that this rank has at most while it generates, and graphs made."""
-    from autopar.module import decode, generate
+    from autopar.module.generation import decode, generate
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
 
 from autopar.ir.ops import attention as ours
@@ -170,3 +171,20 @@ def test_a_kernel_is_chosen_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) ->
         assert kernels.choose(q, k, k, None, 0.0, False) == first == (kernels.CPU, False)
         assert kernels.choose(q, q, q, None, 0.0, True) == (kernels.MATH, False)
     assert not kernels.draws(q, k, k, None, 0.1, False)  # on a CPU
+
+
+@pytest.mark.parametrize(("taken", "found"), [((0, 1, 2), True), ((0, 3), False), ((), False)])
+def test_torchs_kernel_stands_in_only_where_its_three_gradients_are_all_that_is_taken(
+    taken: tuple[int, ...], found: bool
+) -> None:
+    """A stage graph may return the tuple as a whole: then a later graph takes from it."""
+    graph, query = fx.Graph(), torch.empty(2, 4, 5, 8, device="meta")
+    values = [query, query, query, query, query, torch.empty(2, 4, 5, device="meta")]
+    inputs = [graph.placeholder(f"x{i}") for i in range(len(values))]
+    for node, value in zip(inputs, values, strict=True):
+        node.meta["val"] = value
+    grad, q, k, v, out, logsumexp = inputs
+    arguments = (grad, q, k, v, None, None, out, logsumexp, 0.0, False, None, False)
+    backward = graph.call_function(ours.attention_backward, arguments)
+    graph.output(tuple(graph.call_function(operator.getitem, (backward, i)) for i in taken) or (backward,))
+    assert (ours.kernel_call(backward, torch.device("cpu")) is not None) == found

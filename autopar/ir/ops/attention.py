@@ -18,6 +18,7 @@ On GPUs `autopar.passes.rng.draw_in_attention` puts ``attention_drawing`` in the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -163,8 +164,9 @@ def kernel_call(node: fx.Node, device: torch.device) -> tuple[Any, tuple[Any, ..
     # Graphs have tensors of the meta device, of which torch would choose no kernel.
     values: list[Any] = [t if t is None else t.meta["val"] for t in (query, key, value, bias)]
     shown: list[Any] = [t if t is None else torch.empty(t.shape, dtype=t.dtype, device=device) for t in values]
-    of_bias = any(u.args[1] == 3 for u in node.users) if grad else False
-    if kept is not None or bias_gradient or of_bias:
+    # Torch's kernel has no gradient of the bias; where a stage graph returns the tuple, another one may take that of ours.
+    three = not grad or all(u.target is operator.getitem and u.args[1] in (0, 1, 2) for u in node.users)
+    if kept is not None or bias_gradient or not three:
         return None
     if kernels.choose(shown[0], shown[1], shown[2], shown[3], 0.0, is_causal) != (kernels.CPU, False):
         return None

@@ -81,7 +81,7 @@ def test_figures_are_those_of_the_whole_model(
     memory = None
     if recompute == "search":  # so little that some blocks keep less than others
         ample = autopar.plan(model, batch, cluster=machine, axes=AXES, search=Search(pins={"stages": 2, **pins}))
-        memory = 0.93 * peak_bytes(ample)
+        memory = (0.93 if machine is MACHINE else 0.8) * peak_bytes(ample)
     short = autopar.plan(
         model,
         batch,
@@ -99,14 +99,15 @@ def test_figures_are_those_of_the_whole_model(
         return
     cuts = [s.modules[0] for s in short.stages[1:]]
     if short.pipeline is not None and machine is MIXED:
-        assert len(next(s for s in short.stages if s.group == "fast").modules) > BLOCKS // 2
+        assert sum(len(s.modules) for s in short.stages if s.group == "fast") > (BLOCKS + 2) // 2
         pins["stage_order"] = list(short.pipeline.places)
     whole = solve(program_of(model, batch), AXES, machine, search=Search(pins={"stages": cuts, **pins}, recipe=recipe))
     # What is beside the kernels of one more block is not quite what is beside those of the second.
     assert short.predicted.step_seconds == pytest.approx(whole.predicted.step_seconds, rel=2e-2)
     needed = (sum(p.predicted.peak_bytes.values()) for p in (short, whole))
-    assert next(needed) == pytest.approx(next(needed), rel=0.02)
-    assert short.parameters == whole.parameters
+    assert next(needed) == pytest.approx(next(needed), rel=0.03)
+    if recipe is not None:  # searched, layouts of equally fast plans may differ
+        assert short.parameters == whole.parameters
     assert short.scatter == whole.scatter
     assert sum(len(s.modules) for s in short.stages) == BLOCKS + 2
 
