@@ -72,6 +72,7 @@ def test_a_difference_is_found() -> None:
     assert setting.difference({"weight": first["weight"] * float("nan")}, first) == float("inf")
 
 
+@pytest.mark.deep
 def test_parts_that_are_done_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """A part runs in a process of its own; one that does not end in time is wrong, and is run again."""

@@ -1,4 +1,4 @@
-"""One pool of four ranks for all tests here."""
+"""One pool of four ranks for all tests here, and two ranks apart for those that break their pool."""
 
 from collections.abc import Iterator
 
@@ -25,3 +25,11 @@ def ranks(_pool: _Pool) -> Ranks:
     if _pool.ranks is None or not _pool.ranks.alive:
         _pool.ranks = Ranks()
     return _pool.ranks
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Ranks]:
+    """A pool for a test that breaks it: half the processes, and the pool of all others lives on."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()

@@ -94,7 +94,8 @@ def cases() -> list[Any]:
             label: (pins, tuple(s for s in meshes if SHORT[name].get(label) != s))
             for label, (pins, meshes) in plans.items()
         }
-        marks = [pytest.mark.deep] if name == "gpt2" else []  # test_memory_repair.py has one
+        # test_memory_repair.py has one of the first, test_overlap.py one of the second.
+        marks = [pytest.mark.deep] if name in ("gpt2", "llama") else []
         found += [pytest.param(name, short, id=name, marks=marks)] if short else []
         found += [
             pytest.param(name, rest, id=f"{name}-more", marks=pytest.mark.deep),

@@ -186,7 +186,7 @@ import hashlib, json, sys, torch
 torch.set_num_threads(1)
 from autopar.compiler import solve
 from tests import models
-program, _, _ = models.captured("gpt2", seq=4)
+program, _, _ = models.captured("encoder")
 plan = solve(program, {"node": 2, "gpu": 4}, "h100")
 sys.stdout.write("plan " + hashlib.sha256(json.dumps(plan.to_dict()).encode()).hexdigest())
 """
@@ -199,5 +199,5 @@ def test_same_plan_under_any_hash_seed() -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     other = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert other.returncode == 0, other.stderr[-2000:]
-    plan = solve(models.captured("gpt2", seq=4)[0], {"node": 2, "gpu": 4}, "h100")
+    plan = solve(models.captured("encoder")[0], {"node": 2, "gpu": 4}, "h100")
     assert other.stdout.rpartition("plan ")[2] == hashlib.sha256(json.dumps(plan.to_dict()).encode()).hexdigest()

@@ -87,7 +87,12 @@ def test_modules_hand_on_what_they_return(name: str) -> None:
 @pytest.mark.parametrize(
     ("axes", "pins", "shown"),
     [
-        ({"a": 2}, {"*.mlp": "S(1)"}, {"model.layers.0.mlp": {("S(1.0)",), ("S(0.1)",)}}),
+        pytest.param(
+            {"a": 2},
+            {"*.mlp": "S(1)"},
+            {"model.layers.0.mlp": {("S(1.0)",), ("S(0.1)",)}},
+            marks=pytest.mark.deep,
+        ),
         ({"a": 2}, {"*.q_proj": "S(2)", "*.mlp": "R"}, {"model.layers.0.self_attn.q_proj": {("S(1.0)",)}}),
         ({"a": 2}, {"*.rotary_emb:1": "S(1)", "model.norm": "R"}, {"model.rotary_emb:1": {("S(1.0)",)}}),
         pytest.param(
