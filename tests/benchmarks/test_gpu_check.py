@@ -39,6 +39,7 @@ def test_equality_and_a_plan_of_a_cpu() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.deep
 def test_masks_of_dropout() -> None:
     assert all(row["passed"] for row in attention.dropout(CPU))
 

@@ -96,6 +96,7 @@ def test_interleaved_runs_idle_less_and_hold_more() -> None:
         predicted(virtual=2, pp=2)
 
 
+@pytest.mark.deep
 def test_gpipe_takes_the_time_of_1f1b_and_more_memory() -> None:
     gpipe, one = (predicted(schedule=schedule, pp=4) for schedule in ("gpipe", "1f1b"))
     assert gpipe.memory_bytes["activations"] > one.memory_bytes["activations"]

@@ -72,8 +72,7 @@ PLANS = [
     *(pytest.param("llama", recipe, FLAT, marks=pytest.mark.deep) for recipe in ("ddp", "megatron")),
     ("llama", "megatron", NESTED),
     pytest.param("llama", None, NESTED, marks=pytest.mark.deep),
-    ("vit", None, NESTED),
-    pytest.param("gpt2", None, NESTED, marks=pytest.mark.deep),
+    *(pytest.param(name, None, NESTED, marks=pytest.mark.deep) for name in ("gpt2", "vit")),
     *(pytest.param(name, None, FLAT, marks=pytest.mark.deep) for name in ("gpt2", "vit")),
     *(
         pytest.param(name, recipe, axes, marks=pytest.mark.deep)
