@@ -78,5 +78,6 @@ def dying(rank: int) -> tuple[str, float]:
 
 def test_a_dead_rank_ends_the_other_within_the_timeout(two_ranks: Ranks) -> None:
     message, seconds = two_ranks.run(dying, silent=(1,))[0]
+    two_ranks.close()
     assert message.startswith("RankError: no answer"), message
     assert seconds < WAIT

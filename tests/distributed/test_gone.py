@@ -62,6 +62,7 @@ def test_a_process_that_has_ended(two_ranks: Ranks) -> None:
         assert error.startswith("RankError: no answer from every rank about forward of call 2 of Mlp"), error
         assert "the process of rank 1 (" in error and "has ended" in error, error
         assert seconds < WAIT / 2
+    two_ranks.close()
 
 
 def fail(rank: int, pass_: str, everywhere: bool) -> list[tuple[str, float]]:
@@ -91,10 +92,11 @@ def test_a_rank_that_fails_in_a_step(two_ranks: Ranks, pass_: str) -> None:
             assert f"rank 1 failed at {pass_} of call 2 of Mlp" in error and "ValueError: bad luck" in error, error
         assert seconds < WAIT / 2
         assert later.startswith("RankError: "), later
+    two_ranks.close()  # its groups are broken
 
 
-def test_where_all_fail_alike_they_go_on(ranks: Ranks) -> None:
-    for (error, _), (later, _) in ranks.run(fail, "forward", True):
+def test_where_all_fail_alike_they_go_on(two_ranks: Ranks) -> None:
+    for (error, _), (later, _) in two_ranks.run(fail, "forward", True):
         assert error == "ValueError: bad luck" and later == "nothing"
 
 
@@ -111,6 +113,7 @@ def test_a_rank_that_is_late(two_ranks: Ranks) -> None:
         assert error.startswith("RankError: no answer from every rank about forward of call 2 of Mlp"), error
         assert rank == ODD or "rank 1 is elsewhere, after backward of call 1 of Mlp" in error, error
         assert seconds < 4 + 8
+    two_ranks.close()
 
 
 @pytest.mark.parametrize(
