@@ -158,6 +158,7 @@ def test_an_error_of_one_rank_ends_both(tmp_path: Path) -> None:
     assert "RankError" in healthy.err
 
 
+@pytest.mark.deep
 def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
     healthy, killed = run(tmp_path, "die", 2, steps=100_000)
     assert killed.code == -signal.SIGKILL

@@ -324,7 +324,7 @@ def mixed_up(rank: int, inputs: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("inputs", "other"), [("global", 0), ("local", 1)])
+@pytest.mark.parametrize(("inputs", "other"), [pytest.param("global", 0, marks=pytest.mark.deep), ("local", 1)])
 def test_ranks_of_a_pipeline_pass_the_same_rows(ranks: Ranks, inputs: str, other: int) -> None:
     for message in ranks.run(mixed_up, inputs):
         assert message.startswith("the batch's contents differ: rank 3 has "), message

@@ -42,7 +42,7 @@ def planned(model: str = "mlp", **options: Any) -> Plan:
         ("mlp", STAGES, None),
         ("mlp", Search(pins={"microbatches": 2}), "1GiB"),
         ("residual", Search(tie_layers=False), None),
-        ("cnn", Search(pins={"recompute": "none"}), None),
+        pytest.param("cnn", Search(pins={"recompute": "none"}), None, marks=pytest.mark.deep),
     ],
 )
 def test_a_plan_is_what_it_says(model: str, search: Search, memory: str | None) -> None:

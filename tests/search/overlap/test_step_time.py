@@ -22,7 +22,8 @@ captured = cache(overlap.captured)
 
 
 @pytest.mark.parametrize(("recipe", "axes"), [
-    ("ddp", {"gpu": 8}), ("fsdp", {"node": 8, "gpu": 8}),
+    pytest.param("ddp", {"gpu": 8}, marks=pytest.mark.deep),
+    ("fsdp", {"node": 8, "gpu": 8}),
     pytest.param("hsdp", {"node": 8, "gpu": 8}, marks=pytest.mark.deep),
     ("megatron", {"node": 8, "gpu": 8}), (None, {"gpu": 8}),
 ])  # fmt: skip
