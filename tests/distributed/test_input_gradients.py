@@ -34,7 +34,7 @@ def against_each_other(rank: int, sizes: tuple[int, ...], seed: int | None) -> d
 DEEP = [pytest.param(*case, marks=pytest.mark.deep) for case in (((4,), None), ((2, 2), 2))]
 
 
-@pytest.mark.parametrize("work", [against_each_other, pytest.param(asked, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("work", [asked, pytest.param(against_each_other, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(("sizes", "seed"), [((2, 2), 1), *DEEP])
 def test_on_ranks(ranks: Ranks, work: Any, sizes: tuple[int, ...], seed: int | None) -> None:
     for found in ranks.run(work, sizes, seed):
