@@ -118,6 +118,53 @@ def parallelize(
         CaptureError, MissingRuleError, InfeasibleError, PlanError, RankError: see there.
     """
     check_planning(model, batch, loss_fn, loss, memory, optimizer, search)
+    _check_kinds(mesh, inputs, outputs, deterministic, cluster, plan, timeout, init, check, compile, lengths)
+    _check_arguments(model, batch, inputs, outputs, lengths)
+    if mesh is not None and search is not None and plan is None:
+        search.require_axes(dict(axes_of(mesh)))
+    policy = Precision.resolve(precision)
+    _check_optimizers(model)
+    given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    context, search = _context(model, mesh, given, search or Search(), timeout)
+    _check_devices(model, context)
+    machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
+    if given is not None:
+        _check_plan(given, context)
+    backend = context.together(lambda: backend_of(compile, context.device), "choosing a compiler")
+    speaks = not any(context.coordinates)
+    # After the checks above: their errors leave the model as it was.
+    if policy is not None:
+        _store_in(policy, model)
+    machine.require_mesh(dict(context.axes))
+    budget = _budget(context, machine) if memory is None else parse_bytes(memory)
+    options = CompileOptions(
+        machine, budget, optimizer, search, given, loss_fn, inputs,
+        # On one device both ways draw the same, and the default generator needs no seeds.
+        deterministic=deterministic or context.mesh is None, loss=loss, precision=policy, check=check,
+        compiler=Interpreter(context.device) if backend is None else Compiler(backend, speaks),
+        fused=compile is True or compile == "inductor",  # of another backend nobody knows what it fuses
+        observer=Spoken(is_told()) if speaks else Observer(),
+    )  # fmt: skip
+    distribute_parameters(model, context)
+    parallel = parallel_module(model, context, options, init)
+    _make_ready(parallel, outputs, speaks, batch, lengths)
+    return parallel
+
+
+def _check_kinds(
+    mesh: object,
+    inputs: object,
+    outputs: object,
+    deterministic: object,
+    cluster: object,
+    plan: object,
+    timeout: object,
+    init: object,
+    check: object,
+    compile: object,
+    lengths: object,
+) -> None:
+    """Refuse arguments of another type than they are documented with; `check_planning` has looked at the others."""
     require(
         mesh=(mesh, optional(a(DeviceMesh, "a torch.distributed.DeviceMesh"))),
         inputs=(inputs, a(str, '"global" (ranks pass the whole batch) or "local" (their part)')),
@@ -131,51 +178,42 @@ def parallelize(
         compile=(compile, optional(no_backend)),
         lengths=(lengths, optional(lengths_kind)),
     )
-    if lengths is not None and batch is None:
-        raise ValueError("lengths= needs batch=, an example whose sequences are brought to these lengths: pass it")
-    _check_arguments(model, inputs, outputs)
-    if mesh is not None and search is not None and plan is None:
-        search.require_axes(dict(axes_of(mesh)))
-    policy = Precision.resolve(precision)
-    _check_optimizers(model)
-    given = Plan.load(plan) if isinstance(plan, str | Path) else plan
-    role = (search or Search()).worker_role if given is None else given.worker_role
-    search, workers = _within_worker(search or Search(), given, mesh)
-    context = one_device(_device(model)) if mesh is None else _mesh_context(mesh, given, search, timeout, workers, role)
-    _check_devices(model, context)
-    machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
-    if given is not None:
-        _check_plan(given, context)
-    backend = context.together(lambda: backend_of(compile, context.device), "choosing a compiler")
-    speaks = not any(context.coordinates)
-    # After the checks above: their errors leave the model as it was.
-    if policy is not None:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
-    machine.require_mesh(dict(context.axes))
-    budget = _budget(context, machine) if memory is None else parse_bytes(memory)
-    options = CompileOptions(
-        machine, budget, optimizer, search, given, loss_fn, inputs,
-        # On one device both ways draw the same, and the default generator needs no seeds.
-        deterministic=deterministic or context.mesh is None, loss=loss, precision=policy, check=check,
-        compiler=Interpreter(context.device) if backend is None else Compiler(backend, speaks),
-        fused=compile is True or compile == "inductor",  # of another backend nobody knows what it fuses
-        observer=Spoken(is_told()) if speaks else Observer(),
-    )  # fmt: skip
-    distribute_parameters(model, context)
-    parallel = parallel_module(model, context, options, init)
+
+
+def _context(
+    model: nn.Module, mesh: DeviceMesh | None, plan: Plan | None, search: Search, timeout: float
+) -> tuple[MeshContext, Search]:
+    """This rank's mesh context, and how to search on its axes: where workers train apart, on those within one."""
+    role = search.worker_role if plan is None else plan.worker_role
+    search, workers = _within_worker(search, plan, mesh)
+    if mesh is None:
+        return one_device(_device(model)), search
+    return _mesh_context(mesh, plan, search, timeout, workers, role), search
+
+
+def _store_in(policy: Precision, model: nn.Module) -> None:
+    """Store parameters in the dtype in which a policy updates them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
+
+
+def _make_ready(
+    parallel: ParallelModule, outputs: str, speaks: bool, batch: Batch | None, lengths: Lengths | None
+) -> None:
+    """Hooks on the module's outputs, and plans for batches that are known."""
     if outputs == "whole":
         gather_outputs_without_loss(parallel)
     if speaks and is_told():
         watch(parallel, print_metrics, seconds=INTERVAL)
     if batch is not None:
         parallel.specialize(batch)
-    if lengths is not None:
-        plan_ahead(parallel._autopar, batch, lengths)
-    return parallel
+        if lengths is not None:
+            plan_ahead(parallel._autopar, batch, lengths)
 
 
-def _check_arguments(model: nn.Module, inputs: str, outputs: str) -> None:
+def _check_arguments(model: nn.Module, batch: Batch | None, inputs: str, outputs: str, lengths: Lengths | None) -> None:
+    if lengths is not None and batch is None:
+        raise ValueError("lengths= needs batch=, an example whose sequences are brought to these lengths: pass it")
     if isinstance(model, ParallelModule):
         raise ValueError("the model is parallelized already; pass the original to parallelize")
     if not any(True for _ in model.parameters()):

@@ -49,7 +49,7 @@ class Gpt(nn.Module):
     def __init__(self):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(32, 16), nn.Embedding(16, 16)
-        self.blocks, self.head = nn.Sequential(Block(16, 2), Block(16, 2)), nn.Linear(16, 32)
+        self.blocks, self.head = nn.Sequential(Block(16, 2)), nn.Linear(16, 32)
 
     def forward(self, ids, targets):
         x = self.blocks(self.tokens(ids) + self.positions(torch.arange(ids.shape[1])))
@@ -82,7 +82,7 @@ def after(step):
 torch.set_num_threads(1)
 torch.manual_seed(0)
 mesh = autopar.mesh()
-model = autopar.parallelize(Gpt().double(), mesh, timeout=60)
+model = autopar.parallelize(Gpt().double(), mesh, search=autopar.Search(recipe="fsdp"), timeout=60)
 losses = train(model, after)
 state = {name: value.tolist() for name, value in model.full_state_dict().items()}
 if mesh.get_rank() == 0:

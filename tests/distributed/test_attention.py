@@ -108,7 +108,11 @@ def in_blocks(rank: int, sizes: tuple[int, ...], search: dict[str, Any]) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("sizes", "search"), [((4,), {"recipe": "context"}), ((2, 2), {"roles": {"a": "context", "b": "data"}})]
+    ("sizes", "search"),
+    [
+        ((2, 2), {"roles": {"a": "context", "b": "data"}}),
+        pytest.param((4,), {"recipe": "context"}, marks=pytest.mark.deep),
+    ],
 )
 def test_queries_in_blocks_that_balance(ranks: Ranks, sizes: tuple[int, ...], search: dict[str, Any]) -> None:
     """Queries, result and logarithm; gradients with what they need, the logarithm, and the queries' gradient."""

@@ -16,7 +16,7 @@ from autopar.rules.oracle.strides import check_strides
 from autopar.rules.rule import ANY, LAST, MATRIX, PAIRS, ROW_MAJOR, Rule, find_rule, required_strides, rule
 from autopar.rules.shapes.known_strides import ELEMENTWISE, LAST_RESULTS, OTHERWISE, ROW_MAJOR_RESULTS
 from autopar.rules.strides import meet, meets, other_strides, random_strides
-from tests.strategies.sample import Sample, call, positive, x
+from tests.strategies.sample import Sample, Samples, about, by_operator, call, positive, x
 from tests.strategies.samples import all_samples
 from tests.strategies.stand_ins import STAND_INS
 
@@ -51,10 +51,12 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("sample", [*SAMPLES, *ROWS], ids=str)
-def test_rule(sample: Sample):
-    expanded = sample.target not in SEVERAL_RESULTS
-    check_strides(sample.target, sample.args, sample.kwargs, run=STAND_INS.get(sample.target), expanded=expanded)
+@pytest.mark.parametrize("samples", by_operator([*SAMPLES, *ROWS]))
+def test_rule(samples: Samples):
+    for sample in samples:
+        with about(sample):
+            expanded, run = sample.target not in SEVERAL_RESULTS, STAND_INS.get(sample.target)
+            check_strides(sample.target, sample.args, sample.kwargs, run=run, expanded=expanded)
 
 
 DECLARED = [

@@ -42,7 +42,7 @@ def test_all_reduces_of_a_lowering_are_charged_for_what_the_other_axis_leaves() 
     assert lowered_cost(operator, (rows, rows), machine) is None
 
 
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("bert", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("model", ["encoder", *(pytest.param(m, marks=pytest.mark.deep) for m in ("gpt2", "bert"))])
 def test_objective_is_what_the_prediction_counts(model: str) -> None:
     program = program_of(*zoo.MODELS[model]())
     plan = solve(program, {"a": 2, "b": 2}, "cpu")
