@@ -18,6 +18,7 @@ from autopar.passes.collectives.bucket_collectives import bucket_collectives
 from autopar.passes.collectives.chunk_collectives import chunk_collectives
 from autopar.passes.collectives.overlap_collectives import overlap_collectives
 from autopar.passes.collectives.reduce_in_place import reduce_in_place
+from autopar.passes.collectives.send_whole_numbers import send_whole_numbers
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.hoist_invariants import hoist_invariants
 from autopar.passes.insert_collectives import insert_collectives
@@ -92,6 +93,12 @@ def with_any_strides(passes: Sequence[Pass]) -> tuple[Pass, ...]:
     """The passes for a graph whose operators are made to give what strides one likes: nothing is known of them."""
     instead: dict[Pass, Pass] = {insert_contiguous: insert_contiguous_everywhere}
     return tuple(instead.get(p, p) for p in passes if p not in (merge_views, reduce_in_place))
+
+
+def with_whole_numbers(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes for a graph that sends whole numbers where the plan sends them in few bits, see the pass."""
+    # As soon as messages are there: what follows depends on their sizes.
+    return tuple(p for each in passes for p in ([each, send_whole_numbers] if each is insert_collectives else [each]))
 
 
 def run_passes(program: Program, plan: Plan, passes: Sequence[Pass], *, verified: bool = True) -> Program:

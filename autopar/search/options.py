@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.costs.arguments import FLAG, TEXT, Kind, a, number, optional, require, whole
 from autopar.costs.cluster import Cluster
+from autopar.ir.quantized.axes import QuantizedAxis, read_quantized
 from autopar.pipeline.custom_schedule import as_text, is_table
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
@@ -82,7 +83,11 @@ class Search:
             as ``time_limit`` again.
         cache: a plan that was found before for the same program, cluster and options is read, see
             `autopar.search.cache`.
-        inexact: choices that change the numbers, and are refused unless they are named: ``local``, the role.
+        inexact: choices that change the numbers, and are refused unless they are named: the roles ``local`` and
+            ``compressed``, and ``quantized``.
+        quantized: by axis, bits (8 or 4) of each number of ``weights`` that are gathered and of ``gradients`` that are
+            reduced into shards along it, such as ``{"node": {"weights": 8, "gradients": 4}}``, where that makes the
+            message smaller, see `autopar.ir.quantized`.
     """
 
     time_limit: float = 60.0
@@ -96,6 +101,7 @@ class Search:
     check: bool = False
     cache: bool = True
     inexact: tuple[str, ...] = ()
+    quantized: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what is of the wrong type or out of range, and words that do not exist."""
@@ -111,8 +117,10 @@ class Search:
             check=(self.check, FLAG),
             cache=(self.cache, FLAG),
             inexact=(self.inexact, a((tuple, list), "a tuple of texts, such as ('local',)")),
+            quantized=(self.quantized, _BY_NAME),
         )
-        check_inexact(tuple(self.inexact), self.roles)
+        read_quantized(self.quantized)
+        check_inexact(tuple(self.inexact), self.roles, self.quantized)
         for axis, role in self.roles.items():
             if role not in ROLES:
                 raise ValueError(f"roles= gives axis {axis!r} the role {role!r}; there are {', '.join(ROLES)}")
@@ -168,6 +176,13 @@ class Search:
             ValueError: names the axis and those that there are.
         """
         _, axes = worker_axes(self.roles, axes)
+        for axis in self.quantized:
+            if axis not in axes or axis == self.pins.get(STAGE_AXIS):
+                inner = [a for a in axes if a != self.pins.get(STAGE_AXIS)]
+                raise ValueError(
+                    f"quantized= names axis {axis!r}, along which no parameter is gathered and no gradient reduced; "
+                    f"there are {', '.join(inner) or 'none'}"
+                )
         roles_of(self.recipe, axes, exact_roles(self.roles))
         # With stages, pins speak of the axes inside of one.
         for name, value in self.layouts.items() if not self.pipelines else ():
@@ -305,6 +320,11 @@ class Job:
     deterministic: bool = False
     overlap: bool = True
     graphs: int = 1
+
+    @property
+    def quantized(self) -> tuple[QuantizedAxis, ...]:
+        """Which messages are in few bits: not along the axis of a pipeline's stages, nor along that of microbatches."""
+        return tuple(q for q in read_quantized(self.search.quantized) if q.axis in self.axes)
 
     @property
     def overlaps(self) -> bool:

@@ -90,7 +90,8 @@ def _best(program: Program, dims: Dims, job: Job) -> Plan:
     classes = layer_classes(program, dims, tie=search.tie_layers or search.recipe == "random")
     limits = pin_modules(program, dims, classes, search.layouts, axes, job.restrictions)
     if search.recipe == "random":
-        return predict(program, dims, _random(program, dims, job, limits))
+        drawn = replace(_random(program, dims, job, limits), quantized=job.quantized)
+        return predict(program, dims, drawn)
     limits = by_roles(program, dims, classes, axes, roles_of(search.recipe, axes, search.roles), limits)
     job = replace(job, restrictions=limits)
     try:

@@ -24,7 +24,7 @@ from autopar.ir.program import STATELESS, Input, Program, State
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
 from autopar.ir.structure import same_graph
-from autopar.passes import DETERMINISTIC_PASSES, with_any_strides
+from autopar.passes import DETERMINISTIC_PASSES, with_any_strides, with_whole_numbers
 from autopar.passes.canonicalize import canonical
 from autopar.search.options import MICROBATCHES as COUNT
 from autopar.search.options import OFFLOAD, Search
@@ -97,7 +97,7 @@ def verify(
     passes = DETERMINISTIC_PASSES
     if random_strides:
         passes = with_any_strides(passes)
-    local = rewrite(program, plan, passes=passes)
+    local = rewrite(program, plan, passes=with_whole_numbers(passes))
     given = in_one_dtype(program, values, dtype)
     capture = functools.partial(captured, batch=batch, loss_fn=loss_fn, loss=loss, precision=policy)
     before = Record(model)
