@@ -54,6 +54,8 @@ def verify(
 ) -> EquivalenceReport:
     """Compare a plan's program, on an emulated mesh, with the plain model in eager mode, over two calls in a row.
 
+    Messages that the plan sends in few bits (`Plan.quantized`) are sent whole: what they lose is no error of the graph.
+
     Args:
         model: with real parameters; it is not changed.
         batch: tuple or dict of real tensors, the global batch.

@@ -56,7 +56,7 @@ REASONS: Reasons = {
         NO_COUNTERPART,
         "ZeRO++'s second copy within a node; recipe hsdp gathers within a node only, and takes more memory",
     ),
-    "zero_optimization.zero_quantized_*": _NUMBERS,
+    "zero_optimization.zero_quantized_nontrainable_weights": _NUMBERS,
     "zero_optimization.offload_optimizer.*": (NOT_NEEDED, "how copies to the host are made follows from the plan"),
     "activation_checkpointing.cpu_checkpointing": (
         NO_COUNTERPART,
@@ -132,6 +132,7 @@ def of_deepspeed(keys: Keys, devices: int | None) -> Setup:
     pins = _offload(keys)
     data = _zero(keys)
     replicas, shards = _mics(keys, data)
+    quantized = _quantized(keys, data)
     stages = _stages(keys)
     parallelism = Parallelism(
         data=data,
@@ -141,6 +142,7 @@ def of_deepspeed(keys: Keys, devices: int | None) -> Setup:
         tensor=_size(keys, "tensor_parallel.autotp_size", "tensor", "the model's graph says what is split"),
         stages=stages,
         pins=pins,
+        quantized=quantized,
     )
     parallelism = on_devices(parallelism, devices, str(keys.file))
     count, rows = _microbatches(keys, parallelism, compute)
@@ -205,6 +207,21 @@ def _mics(keys: Keys, data: str) -> tuple[int | None, int | None]:
         return 1, None
     keys.translate(key, f"parameters are split in groups of {size}, as in recipe 'hsdp'")
     return None, size
+
+
+def _quantized(keys: Keys, data: str) -> dict[str, int]:
+    """Bits of what is gathered and reduced: ZeRO++."""
+    found = {}
+    for what, bits in (("weights", 8), ("gradients", 4)):
+        key = f"zero_optimization.zero_quantized_{what}"
+        if not keys.read(key, FLAG, False):
+            keys.drop(key, "numbers are sent whole, as without it")
+        elif data != FSDP:
+            keys.lack(key, f"recipe {data!r} is not stage 3, of which alone DeepSpeed quantizes {what}")
+        else:
+            found[what] = bits
+            keys.translate(key, f"quantized={{'data': {{{what!r}: {bits}}}}} with inexact=('quantized',)")
+    return found
 
 
 def _offload(keys: Keys) -> dict[str, Any]:

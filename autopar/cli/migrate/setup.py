@@ -30,6 +30,7 @@ class Parallelism:
         sequence: whether they split the sequence between these layers.
         stages: devices of a pipeline; ``"search"`` leaves them to the search.
         pins: of `autopar.Search`.
+        quantized: bits of ``weights`` and ``gradients`` along the axis of the shards.
     """
 
     data: str = DDP
@@ -41,6 +42,7 @@ class Parallelism:
     sequence: bool = False
     stages: int | str = 1
     pins: Mapping[str, Any] = field(default_factory=dict)
+    quantized: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def axes(self) -> dict[str, int | None]:
@@ -69,6 +71,8 @@ class Parallelism:
             found["recipe"] = "hsdp"
         elif roles:
             found["roles"] = roles
+        if self.quantized and "data" in axes:
+            found |= {"quantized": {"data": dict(self.quantized)}, "inexact": ("quantized",)}
         return {**found, **({"pins": pins} if pins else {})}
 
 
@@ -125,6 +129,7 @@ class Setup:
             "recipe": search.get("recipe"),
             "roles": search.get("roles", {}),
             "pins": search.get("pins", {}),
+            "quantized": search.get("quantized", {}),
             "precision": None if self.compute is None else {"compute": self.compute, "reduce": self.reduce or "fp32"},
             "memory": None,
             "optimizer": named,

@@ -1,7 +1,7 @@
 """Sharded training whose messages are in few bits, written down in numpy and plain PyTorch: no autopar.
 
-Every device has its rows of the batch. Weights are what the quantized shards of all devices stand for, gradients the sums
-of what the quantized terms of all devices stand for, shard by shard, and the optimizer updates whole numbers.
+Every device has its rows of the batch. Weights are what the quantized shards of all devices stand for, gradients the
+sums of what the quantized terms of all devices stand for, shard by shard; the optimizer updates whole numbers.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -30,12 +31,12 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(20, 48), nn.LayerNorm(48)
-        self.odd = nn.Parameter(torch.randn(7, 48, 64) / 8)  # no axis divides its first dim
-        self.last = nn.Linear(64, 20)
+        self.odd = nn.Linear(48, 90)  # no axis divides its first dim
+        self.last = nn.Linear(90, 20)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         h = self.norm(torch.tanh(self.first(x)))
-        return (self.last(torch.tanh(h @ self.odd.sum(0))) - y).square().mean()
+        return (self.last(torch.tanh(self.odd(h))) - y).square().mean()
 
 
 def net() -> Net:
@@ -54,7 +55,7 @@ def program() -> Program:
 
 
 def planned(program: Program, axes: dict[str, int], quantized: dict[str, Any], **more: Any) -> Plan:
-    search = autopar.Search(**{"recipe": "fsdp", **more}, quantized=quantized, inexact=("quantized",), cache=False)
+    search = autopar.Search(**{"recipe": "fsdp", **more}, quantized=quantized, inexact=("quantized",), padding=False)
     found = solve(program, axes, "h100", search=search, deterministic=True)
     return Plan.from_dict(found.to_dict())
 
@@ -72,7 +73,7 @@ def worst(program: Program, plan: Plan, reference: Sharded, devices: int, passes
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         batch = {k: v.double() for k, v in batch_of(step).items()}
-        values = global_values(program, model, batch)
+        values = [v.double() for v in global_values(program, model, batch)]
         outputs = EmulatedStep(program, local, plan, values, torch.float64).run()
         parameters = dict(model.named_parameters())
         for spec, whole in zip(program.outputs, outputs, strict=True):
@@ -112,7 +113,7 @@ def test_equals_the_recurrence(program: Program, bits: dict[str, int]) -> None:
 
 def worst_apart(program: Program, plan: Plan, other: Plan) -> float:
     """How far gradients of two plans are apart."""
-    values = global_values(program, net().double(), batch_of(0))
+    values = [v.double() for v in global_values(program, net(), batch_of(0))]
     runs = [
         EmulatedStep(program, rewrite(program, p, passes=DETERMINISTIC_PASSES), p, values, torch.float64).run()
         for p in (plan, other)
@@ -123,7 +124,7 @@ def worst_apart(program: Program, plan: Plan, other: Plan) -> float:
 @pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.deep)])
 def test_one_of_two_axes(program: Program, microbatches: int) -> None:
     plan = planned(
-        program, {"node": 2, "gpu": 2}, {"node": {"weights": 8}}, pins={"odd": ("S(1)", "S(2)")}, recipe="fsdp"
+        program, {"node": 2, "gpu": 2}, {"node": {"weights": 8}}, pins={"odd.weight": ("S(1)", "S(1)")}, recipe="fsdp"
     )
     assert worst(program, plan, sharded(plan, 2, 2, weights=8), 4) < 1e-10
 
@@ -132,7 +133,8 @@ def test_bytes_are_those_of_the_message(program: Program) -> None:
     bits = {"weights": 8, "gradients": 4}
     plan, exact = (planned(program, {"gpu": 4}, q) for q in ({"gpu": bits}, {}))
     found = {"all_gather": 0.0, "all_to_all": 0.0, "reduce_scatter": 0.0}
-    shards = {name: p.numel() // 4 for name, p in net().named_parameters()}
+    cut = dims_of(plan, 0)
+    shards = {name: p.numel() // 4 for name, p in net().named_parameters() if cut[name] is not None}
     for count in shards.values():
         for kind, own in (("all_gather", 8), ("all_to_all", 4)):
             small = is_smaller(count, 4, own)
@@ -168,7 +170,7 @@ def test_a_plan_says_what_is_not_exact(program: Program, tmp_path: Any) -> None:
     ],
 )
 def test_what_is_no_choice(quantized: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("{", "\\{")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         autopar.Search(quantized=quantized, inexact=("quantized",))
 
 
@@ -177,12 +179,12 @@ def test_few_bits_are_asked_for(program: Program) -> None:
     with pytest.raises(ValueError, match=r"not equal to exact training; ask for that with inexact=\('quantized',\)"):
         autopar.Search(quantized=asked)
     search = autopar.Search(recipe="fsdp", quantized={"dc": {"weights": 8}}, inexact=("quantized",))
-    with pytest.raises(ValueError, match="quantized= names axis 'dc', along which no parameter is gathered"):
+    with pytest.raises(ValueError, match=r"quantized= names axis 'dc', along which no parameter is gathered"):
         search.require_axes({"gpu": 4})
     staged = autopar.Search(
         quantized={"stage": {"weights": 8}}, inexact=("quantized",), pins={"stages": 2, "stage_axis": "stage"}
     )
-    with pytest.raises(ValueError, match="names axis 'stage', .* there are gpu"):
+    with pytest.raises(ValueError, match=r"names axis 'stage', .* there are gpu"):
         staged.require_axes({"stage": 2, "gpu": 2})
     with pytest.raises(InfeasibleError, match="weights in 8 bits along axis 'gpu', and the plan has none"):
         planned(program, {"gpu": 4}, asked, recipe="ddp")
@@ -193,7 +195,7 @@ def test_all_reduces_are_a_reduction_in_few_bits_and_a_gather(program: Program) 
     dims: dict[str, int | None] = {}
     for name, parameter in net().named_parameters():
         divided = [d for d, n in enumerate(parameter.shape) if n % 4 == 0]
-        dims[name] = divided[0]
+        dims[name] = divided[0] if divided else None
     local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
     assert census(local)["gpu"]["all_to_all"][0] > 0 and census(local)["gpu"]["all_gather"][0] > 0
 
