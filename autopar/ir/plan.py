@@ -227,6 +227,8 @@ class Plan:
         worker_role: of this axis: workers train apart, or exchange compressed gradients.
         quantized: along which axes gathers of parameters and reductions of gradients are in few bits: those that are
             smaller then.
+        secondary: axes along which copies of parameters that the backward pass gathers stay split, where there are such
+            copies, see `autopar.passes.copy_for_backward`; empty: it reads the parameters themselves.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -255,6 +257,7 @@ class Plan:
     workers: tuple[tuple[str, int], ...] = ()
     worker_role: str = "local"
     quantized: tuple[QuantizedAxis, ...] = ()
+    secondary: tuple[str, ...] = ()
 
     def of_messages(self) -> Plan:
         """The plan whose certificate says what is sent in few bits, if something is."""
@@ -327,6 +330,7 @@ class Plan:
         data["scatter"] = None if self.scatter is None else asdict(self.scatter)
         data["workers"], data["worker_role"] = dict(self.workers), self.worker_role
         data["quantized"] = [asdict(q) for q in self.quantized]
+        data["secondary"] = list(self.secondary)
         data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         for name in ("recompute", "offload"):
@@ -511,6 +515,7 @@ class _File:
     workers: Mapping[str, Annotated[int, msgspec.Meta(ge=1, lt=2**31)]] = field(default_factory=dict)
     worker_role: Literal["local", "compressed"] = "local"
     quantized: tuple[QuantizedAxis, ...] = ()
+    secondary: tuple[str, ...] = ()
     recompute: Ranges = field(default_factory=dict)
     offload: Ranges = field(default_factory=dict)
 
@@ -540,6 +545,8 @@ def _parse(data: dict[str, Any]) -> Plan:
     strange = [q.axis for q in file.quantized if q.axis not in file.axes or not q.what]
     if strange:
         raise ValueError(f"quantized names axis {strange[0]!r}: expected bits along one of {', '.join(file.axes)}")
+    if set(file.secondary) - set(file.axes):
+        raise ValueError(f"secondary names {file.secondary}: expected axes among {', '.join(file.axes)}")
     kept |= {
         "workers": tuple(file.workers.items()),
         "axes": tuple(file.axes.items()),

@@ -124,6 +124,9 @@ def _header(plan: Plan) -> RenderableType:
         rows.append(("workers", f"{said}; {_MEANING[role]}: not equal to synchronous training"))
     for quantized in plan.quantized:
         rows.append(("quantized", f"{quantized}: not equal to exact training"))
+    if plan.secondary:
+        along = ", ".join(plan.secondary)
+        rows.append(("secondary", f"the backward pass gathers copies of parameters, along {along} alone"))
     if plan.pipeline is not None:
         parts = ", equal outputs are sent in parts" if plan.scatter else ""
         said = f"{len(plan.stages)} along axis {plan.pipeline.axis}, schedule {plan.pipeline.order}{parts}"

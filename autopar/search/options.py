@@ -30,7 +30,10 @@ RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS
 REGATHER, FORMER_REGATHER = "regather", ("gathers",)
 """The value of the pin ``recompute`` that re-gathers parameters only, and what it was called before."""
 
-NO_TENSORS = (RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS, STAGE_ORDER)
+SECONDARY = "secondary"
+"""The pin of axes along which copies of parameters for the backward pass stay split."""
+
+NO_TENSORS = (SECONDARY, RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS, STAGE_ORDER)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,10 @@ class Search:
             ``overlap``: ``"none"`` waits for each collective where it is issued, which takes the least memory;
             ``"search"``, the default, lets collectives run beside kernels, products of their own rows included, unless
             that does not fit.
+
+            ``secondary``: an axis, or a list of axes. The forward pass leaves copies of what it gathers of parameters,
+            split along these axes alone, where memory allows: the backward pass gathers along them, and not along
+            others, whose links are slower.
 
             ``microbatches``: how many microbatches a step accumulates gradients over; without it, as many as short
             memory asks for.
@@ -136,6 +143,11 @@ class Search:
         if count != "search" and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"pin {MICROBATCHES!r} must be a positive whole number or 'search', got {count!r}")
 
+        if SECONDARY in self.pins:
+            if not self.secondary or not all(isinstance(axis, str) and axis for axis in self.secondary):
+                raise ValueError(f"pin {SECONDARY!r} must be an axis or a list of axes, got {self.pins[SECONDARY]!r}")
+            if self.pipelines:
+                raise ValueError(f"pin {SECONDARY!r} is not for pipelines: leave it or {STAGES!r} out")
         for name in (STAGES, VIRTUAL):
             count = self.pins.get(name, 1)
             if name == STAGES and (isinstance(count, str) and count == "search"):
@@ -176,6 +188,14 @@ class Search:
             ValueError: names the axis and those that there are.
         """
         _, axes = worker_axes(self.roles, axes)
+        for axis in self.secondary:
+            if axis not in axes:
+                raise ValueError(f"pin {SECONDARY!r} names axis {axis!r}; the mesh has {', '.join(axes)}")
+        if self.secondary and not set(axes) - set(self.secondary):
+            raise ValueError(
+                f"pin {SECONDARY!r} names all axes of the mesh ({', '.join(axes)}): copies would be split as "
+                "parameters are; leave an outer axis out"
+            )
         for axis in self.quantized:
             if axis not in axes or axis == self.pins.get(STAGE_AXIS):
                 inner = [a for a in axes if a != self.pins.get(STAGE_AXIS)]
@@ -258,6 +278,12 @@ class Search:
         """The modules at which later stages begin, where these are pinned."""
         found = self.pins.get(STAGES, 1)
         return tuple(found) if isinstance(found, list | tuple) else ()
+
+    @property
+    def secondary(self) -> tuple[str, ...]:
+        """The pin ``secondary``: axes along which copies for the backward pass stay split; empty: there are none."""
+        axes = self.pins.get(SECONDARY, ())
+        return (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, list | tuple) else ()
 
     @property
     def microbatches(self) -> int | None:

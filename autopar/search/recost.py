@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes.pad_dims import pad
+from autopar.passes import as_planned
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.peak import peak_of
 from autopar.search.pipeline.stage_devices import devices_along, predicted_alone
@@ -40,7 +40,7 @@ def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Pl
     part, plan = _part_of(program, plan, deterministic)
     if plan.pipeline is not None:
         return _in_stages(part, plan)
-    padded = pad(part, plan.padding)
+    padded = as_planned(part, plan)
     dims = analyze(padded)
     classes = layer_classes(padded, dims)
     held = peak_of(padded, plan, classes) if plan.predicted.peak_bytes else {}
@@ -67,7 +67,7 @@ def sent_in_few_bits(program: Program, plan: Plan, *, deterministic: bool = Fals
     if not plan.quantized:
         return set()
     part, plan = _part_of(program, plan.inner, deterministic)
-    padded = pad(part, plan.padding)
+    padded = as_planned(part, plan)
     dims = analyze(padded)
     assignment = assign(padded, dims, plan, layer_classes(padded, dims))
     moves = all_moves(padded, dims, assignment, Tables(machine_of(plan)))
