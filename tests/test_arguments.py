@@ -99,6 +99,7 @@ OF_COMPRESSION: dict[str, list[Any]] = {
 OF_PINS: dict[str, list[Any]] = {
     "recompute": ["all", 1, None, []], "offload": ["all", 1, True], "overlap": ["all", 1, None],
     "microbatches": [0, -1, 1.5, True, "2", NAN, [], None], "stages": [0, -1, 1.5, True, "2", [], [1], [""], None],
+    "secondary": [0, True, None, "", [], {}, [1], [""]],
     "w": [5, "T(0)", "S", "S(x)", "P(sum)", {"a": 5}, ("S(0)", "Q"), NAN],
 }  # fmt: skip
 OF_STAGES: dict[str, list[Any]] = {

@@ -74,14 +74,16 @@ def test_the_backward_pass_gathers_within(program: Program, pins: dict[str, obje
     assert autopar.verify(net(), BATCH, AXES, plan=plan).max_error < 1e-9
 
 
-def test_memory_is_between_that_of_gathered_and_of_split_parameters(program: Program) -> None:
-    saved = Plan.from_dict(
-        solve(program, AXES, "h100", search=autopar.Search(recipe="fsdp"), deterministic=True).to_dict()
-    )
-    copied = planned(program)
-    whole, parts = (peak_memory(rewrite(program, p), p).get("activations", 0.0) for p in (saved, copied))
-    # What the backward pass reads of six matrices is a quarter, or, of all matrices but the first, half of one.
-    assert parts < whole
+def test_memory_is_that_of_the_copies(program: Program) -> None:
+    pins = {"overlap": "none"}
+    search = autopar.Search(recipe="fsdp", pins=pins)
+    plans = planned(program, pins=pins), solve(program, AXES, "h100", search=search, deterministic=True)
+    held = []
+    for plan in plans:
+        found = peak_memory(rewrite(program, plan), plan)
+        held.append(found["communication"] + found["activations"])
+    # Where the backward pass begins: halves of the matrices that it reads, and not all of them, gathered.
+    assert held[0] < 0.7 * held[1]
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.deep), pytest.param(2, marks=pytest.mark.deep)])

@@ -123,10 +123,10 @@ def worst_apart(program: Program, plan: Plan, other: Plan) -> float:
 
 @pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.deep)])
 def test_one_of_two_axes(program: Program, microbatches: int) -> None:
-    plan = planned(
-        program, {"node": 2, "gpu": 2}, {"node": {"weights": 8}}, pins={"odd.weight": ("S(1)", "S(1)")}, recipe="fsdp"
-    )
-    assert worst(program, plan, sharded(plan, 2, 2, weights=8), 4) < 1e-10
+    pins = {"odd.weight": ("S(1)", "S(1)"), "microbatches": microbatches}
+    bits = {"weights": 8, "gradients": 8}
+    plan = planned(program, {"node": 2, "gpu": 2}, {"node": bits}, pins=pins)
+    assert worst(program, plan, sharded(plan, 2, 2, **bits), 4) < 1e-10
 
 
 def test_bytes_are_those_of_the_message(program: Program) -> None:
