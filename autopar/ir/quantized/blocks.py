@@ -40,13 +40,13 @@ def quantize(values: torch.Tensor, bits: int) -> torch.Tensor:
         A uint8 tensor, [..., bytes]: the codes of whole blocks, then their scales.
     """
     count = -(-values.shape[-1] // BLOCK)
-    blocks = pad(values, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (count, BLOCK))
+    blocks = pad(values, (0, -values.shape[-1] % BLOCK)).reshape(*values.shape[:-1], count, BLOCK)
     scales = blocks.abs().amax(-1, keepdim=True) / _LARGEST[bits]
     # A scale of zero is that of zeros, or of numbers too small to have one.
     ratios = blocks / torch.where(scales == 0, torch.inf, scales)
     codes = ratios.nan_to_num_(0.0).round_().clamp_(-_LARGEST[bits], _LARGEST[bits]).to(torch.int8).flatten(-2)
     if bits == 4:
-        low, high = (codes + 8).view(torch.uint8).unflatten(-1, (count * BLOCK // 2, 2)).unbind(-1)
+        low, high = (codes + 8).view(torch.uint8).reshape(*codes.shape[:-1], count * BLOCK // 2, 2).unbind(-1)
         codes = low | (high << 4)
     return torch.cat([codes.view(torch.uint8), scales.squeeze(-1).view(torch.uint8)], -1)
 
@@ -70,7 +70,7 @@ def dequantize(payload: torch.Tensor, count: int, bits: int) -> torch.Tensor:
     signed = signed - 8.0 if bits == 4 else signed
     # A copy: four bytes of a view need not begin where a float32 may.
     own = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
-    values: torch.Tensor = signed.unflatten(-1, (blocks, BLOCK)).mul_(own.unsqueeze(-1)).flatten(-2)
+    values = signed.reshape(*payload.shape[:-1], blocks, BLOCK).mul_(own.unsqueeze(-1)).flatten(-2)
     return values[..., :count]
 
 

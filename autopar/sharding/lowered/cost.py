@@ -94,7 +94,8 @@ def emitted_work(node: fx.Node) -> Work | None:
 
 def _quantizing(node: fx.Node) -> Work:
     """The kernels between numbers and the bytes that stand for them, as one that moves as much."""
-    (source,), bits = node.all_input_nodes, int(node.args[2])
+    (source,) = node.all_input_nodes
+    bits: Any = node.args[2]
     given, made = source.meta["val"], node.meta["val"]
     if node.target is to_blocks:
         moved, kernels = quantizing(given.numel(), given.element_size(), bits)
