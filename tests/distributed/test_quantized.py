@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.ir.node_info import info
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import mlp, mlp_batch
+from tests.distributed.steps import TOLERANCE, follow
 from tests.ir.quantized.reference import Sharded
 
 pytestmark = pytest.mark.distributed
@@ -97,6 +99,25 @@ def deferred(rank: int) -> float:
 
 def test_deferred_gradients_are_added_before_they_are_quantized(ranks: Ranks) -> None:
     assert max(ranks.run(deferred)) < 1e-10
+
+
+def within(rank: int, more: dict[str, Any]) -> tuple[float, bool]:
+    """The largest difference of any step from one device, and whether the backward pass reads copies."""
+    import autopar
+
+    search = autopar.Search(**{"recipe": "fsdp", **more}, pins={"secondary": "b"})
+    model = autopar.parallelize(mlp(), mesh_of(2, 2), mlp_batch(0), search=search, timeout=WAIT, deterministic=True)
+    error = follow(model, mlp(), [mlp_batch(i) for i in range(STEPS)])
+    return error, any(info(n).secondary for n in model.forward_graph.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, *(pytest.param({"recipe": "random", "seed": s}, marks=pytest.mark.deep) for s in range(3))]
+)
+def test_copies_for_the_backward_pass_are_exact(ranks: Ranks, more: dict[str, Any]) -> None:
+    found = ranks.run(within, more)
+    assert max(error for error, _ in found) < TOLERANCE
+    assert more or all(copies for _, copies in found)
 
 
 def compiled(rank: int) -> float:

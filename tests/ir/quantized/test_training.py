@@ -98,7 +98,13 @@ def sharded(plan: Plan, parts: int, inner: int = 1, along: int = 0, **bits: int)
     return Sharded(net().double(), adamw, dims_of(plan, along), parts, inner, itemsize=4, **bits)
 
 
-@pytest.mark.parametrize("bits", [{"weights": 8}, {"gradients": 4}, {"weights": 4, "gradients": 8}])
+@pytest.mark.parametrize(
+    "bits",
+    [
+        {"weights": 8, "gradients": 4},
+        *(pytest.param(b, marks=pytest.mark.deep) for b in ({"weights": 4}, {"gradients": 8})),
+    ],
+)
 def test_equals_the_recurrence(program: Program, bits: dict[str, int]) -> None:
     plan = planned(program, {"gpu": 4}, {"gpu": bits})
     assert set(dims_of(plan, 0).values()) >= {0, 1}
@@ -127,6 +133,18 @@ def test_one_of_two_axes(program: Program, microbatches: int) -> None:
     bits = {"weights": 8, "gradients": 8}
     plan = planned(program, {"node": 2, "gpu": 2}, {"node": bits}, pins=pins)
     assert worst(program, plan, sharded(plan, 2, 2, **bits), 4) < 1e-10
+
+
+@pytest.mark.deep
+def test_stages(program: Program) -> None:
+    pins = {"stages": 2, "stage_axis": "stage", "microbatches": 2}
+    bits = {"weights": 8, "gradients": 4}
+    axes = {"stage": 2, "gpu": 2}
+    plan = planned(program, axes, {"gpu": bits}, recipe=None, roles={"gpu": "shard"}, pins=pins)
+    assert len(plan.stages) == 2 and plan.quantized[0].axis == "gpu"
+    local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
+    assert {n.target for n in local.graph.graph.nodes} >= set(QUANTIZERS)
+    assert autopar.verify(net(), batch_of(0), axes, plan=plan).max_error < 1e-9
 
 
 def test_bytes_are_those_of_the_message(program: Program) -> None:
