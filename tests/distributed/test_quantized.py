@@ -108,6 +108,7 @@ def within(rank: int, more: dict[str, Any]) -> tuple[float, bool]:
     search = autopar.Search(**{"recipe": "fsdp", **more}, pins={"secondary": "b"})
     model = autopar.parallelize(mlp(), mesh_of(2, 2), mlp_batch(0), search=search, timeout=WAIT, deterministic=True)
     error = follow(model, mlp(), [mlp_batch(i) for i in range(STEPS)])
+    assert any(info(n).secondary for n in model.logical_graph.graph.nodes)
     return error, any(info(n).secondary for n in model.forward_graph.graph.nodes)
 
 
