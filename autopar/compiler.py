@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from autopar.costs.budget import DefaultBudget, naming_default, reserve_of
 from autopar.costs.cluster import Cluster
 from autopar.costs.device import Device
 from autopar.costs.memory import parse_bytes
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
+from autopar.ir.quantized.axes import WEIGHTS
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
 from autopar.ir.signature.worker_rows import rows_of_worker, split_tensors
@@ -41,6 +42,7 @@ from autopar.search.microbatch.split import microbatch_program, require_early_ba
 from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
 from autopar.search.peak import peak_of as peak_of
 from autopar.search.pipeline.branch_and_bound import best_pipeline
+from autopar.search.recost import sent_in_few_bits
 from autopar.sharding.dims import analyze
 
 logger = logging.getLogger("autopar")
@@ -160,6 +162,9 @@ def solve(
         plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
         if machine.groups and plan.pipeline is None:
             plan = as_the_slowest(plan)
+        plan = plan.of_messages()
+        if program.training and search.recipe != "random" and not job.restrictions.layouts:
+            require_sent(sent_in_few_bits(program, plan, deterministic=deterministic), search.quantized)
         # A slower machine, or a shorter limit, must not decide for later searches.
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
@@ -170,6 +175,26 @@ def as_the_slowest(plan: Plan) -> Plan:
     """A plan that gives devices of several kinds the same work; its certificate says how they are counted."""
     note = "every device as slow as the slowest, and with the least memory"
     return replace(plan, certificate=replace(plan.certificate, space=f"{plan.certificate.space}; {note}"))
+
+
+def require_sent(sent: Collection[tuple[str, str]], quantized: Mapping[str, Mapping[str, int]]) -> None:
+    """Refuse a plan that sends none of what was to be in few bits along an axis.
+
+    Args:
+        sent: axes, and what is sent in few bits along them.
+        quantized: what is asked for.
+
+    Raises:
+        InfeasibleError: names the axis, what it is and the remedy.
+    """
+    for axis, bits in quantized.items():
+        for what in bits:
+            if (axis, what) not in sent:
+                done = "gathered" if what == WEIGHTS else "reduced into shards"
+                raise InfeasibleError(
+                    f"quantized= has {what} in {bits[what]} bits along axis {axis!r}, and the plan has none that are "
+                    f"{done} along it and smaller so; give the axis the role 'shard' (recipe 'fsdp'), or leave it out"
+                )
 
 
 def for_devices(program: Program, device: Device, axes: Mapping[str, int], *, deterministic: bool) -> Program:

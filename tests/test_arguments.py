@@ -85,6 +85,7 @@ OF_SEARCH: dict[str, list[Any]] = {
     "recipe": ["fastest", *NOT_TEXT], "seed": NO_WHOLE, "tie_layers": [None, *NO_FLAG], "padding": [None, *NO_FLAG],
     "check": [None, *NO_FLAG], "cache": [None, *NO_FLAG],
     "inexact": [None, 1, "local", ["x"], (1,), (Awkward(),), {"local": 1}],
+    "quantized": [None, {"a": 8}, {"a": {}}, {"a": {"weights": 7}}, {"a": {"bits": 8}}, {"a": Awkward()}, *NO_DICT],
 }  # fmt: skip
 OF_SETTINGS: dict[str, list[Any]] = {
     "every": [0, None, "auto", *NO_WHOLE], "outer_lr": [0, INF, *NO_NUMBER], "outer_momentum": [1, 2, INF, *NO_NUMBER],
@@ -98,6 +99,7 @@ OF_COMPRESSION: dict[str, list[Any]] = {
 OF_PINS: dict[str, list[Any]] = {
     "recompute": ["all", 1, None, []], "offload": ["all", 1, True], "overlap": ["all", 1, None],
     "microbatches": [0, -1, 1.5, True, "2", NAN, [], None], "stages": [0, -1, 1.5, True, "2", [], [1], [""], None],
+    "secondary": [0, True, None, "", [], {}, [1], [""]],
     "w": [5, "T(0)", "S", "S(x)", "P(sum)", {"a": 5}, ("S(0)", "Q"), NAN],
 }  # fmt: skip
 OF_STAGES: dict[str, list[Any]] = {

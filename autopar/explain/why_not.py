@@ -16,7 +16,7 @@ from autopar.ir.module_outputs import module_outputs
 from autopar.ir.ops.attention import attention
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes.pad_dims import pad
+from autopar.passes import as_planned
 from autopar.search.formulation.pins import read_placement
 from autopar.search.options import Progress, Search
 from autopar.sharding.assignment import assign
@@ -184,7 +184,7 @@ def output_layout(part: Program, plan: Plan, name: str) -> Layout:
         plan: of it.
         name: see `tensor_of`.
     """
-    padded = pad(part, plan.padding)
+    padded = as_planned(part, plan)
     dims = analyze(padded)
     assignment = assign(padded, dims, plan, layer_classes(padded, dims))
     own = padded.repeat.alike(name)[0] if padded.repeat else name

@@ -51,6 +51,7 @@ class TensorType:
         routed: dims in which it is in an order of each device's own where they are split, see
             `autopar.ir.ops.routing`: no redistribution cuts them otherwise. None: it depends on no such order.
         experts: how many experts that order is by, if devices may have the rows of some of them; else 0.
+        message: what its messages may be in few bits as, see `autopar.ir.quantized.messages`; empty: never.
     """
 
     dtype: str
@@ -61,6 +62,7 @@ class TensorType:
     relaid: int = 0
     routed: tuple[int, ...] | None = None
     experts: int = 0
+    message: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from autopar.costs.cluster import Cluster
 from autopar.costs.read_file import MIB, read_text
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout, parse_placement
+from autopar.ir.quantized.axes import QuantizedAxis
 
 VERSION = 2
 """Of the format that `Plan.save` writes; `Plan.load` reads version 1, too."""
@@ -224,6 +225,10 @@ class Plan:
         workers: name and size of the mesh axis of workers (role ``local`` or ``compressed``), outside of ``axes``: each
             has all of ``axes`` to itself, and the plan is one worker's, for its part of the batch. Empty: none do.
         worker_role: of this axis: workers train apart, or exchange compressed gradients.
+        quantized: along which axes gathers of parameters and reductions of gradients are in few bits: those that are
+            smaller then.
+        secondary: axes along which copies of parameters that the backward pass gathers stay split, where there are such
+            copies, see `autopar.passes.copy_for_backward`; empty: it reads the parameters themselves.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -251,6 +256,15 @@ class Plan:
     fused: bool = False
     workers: tuple[tuple[str, int], ...] = ()
     worker_role: str = "local"
+    quantized: tuple[QuantizedAxis, ...] = ()
+    secondary: tuple[str, ...] = ()
+
+    def of_messages(self) -> Plan:
+        """The plan whose certificate says what is sent in few bits, if something is."""
+        if not self.quantized:
+            return self
+        note = f"{'; '.join(map(str, self.quantized))}: not equal to exact training"
+        return replace(self, certificate=replace(self.certificate, space=f"{self.certificate.space}; {note}"))
 
     def of_workers(self, workers: tuple[tuple[str, int], ...], role: str) -> Plan:
         """The plan as that of each of some workers, whose axis has this role; the certificate says what that means."""
@@ -315,6 +329,8 @@ class Plan:
         data["fused"] = self.fused
         data["scatter"] = None if self.scatter is None else asdict(self.scatter)
         data["workers"], data["worker_role"] = dict(self.workers), self.worker_role
+        data["quantized"] = [asdict(q) for q in self.quantized]
+        data["secondary"] = list(self.secondary)
         data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         for name in ("recompute", "offload"):
@@ -498,6 +514,8 @@ class _File:
     forced_consumer_layouts: tuple[str, ...] = ()
     workers: Mapping[str, Annotated[int, msgspec.Meta(ge=1, lt=2**31)]] = field(default_factory=dict)
     worker_role: Literal["local", "compressed"] = "local"
+    quantized: tuple[QuantizedAxis, ...] = ()
+    secondary: tuple[str, ...] = ()
     recompute: Ranges = field(default_factory=dict)
     offload: Ranges = field(default_factory=dict)
 
@@ -524,6 +542,11 @@ def _parse(data: dict[str, Any]) -> Plan:
     kept: dict[str, Any] = {f.name: getattr(file, f.name) for f in fields(_File) if f.name not in _LAYOUTS}
     if len(file.workers) > 1 or set(file.workers) & set(file.axes):
         raise ValueError(f"workers are {dict(file.workers)}: expected one axis beside {', '.join(file.axes)}")
+    strange = [q.axis for q in file.quantized if q.axis not in file.axes or not q.what]
+    if strange:
+        raise ValueError(f"quantized names axis {strange[0]!r}: expected bits along one of {', '.join(file.axes)}")
+    if set(file.secondary) - set(file.axes):
+        raise ValueError(f"secondary names {file.secondary}: expected axes among {', '.join(file.axes)}")
     kept |= {
         "workers": tuple(file.workers.items()),
         "axes": tuple(file.axes.items()),

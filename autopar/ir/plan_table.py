@@ -122,6 +122,11 @@ def _header(plan: Plan) -> RenderableType:
         role = plan.worker_role
         said = f"{count} along axis {axis} over {over} (role {role}), each on the axes above with its part of the batch"
         rows.append(("workers", f"{said}; {_MEANING[role]}: not equal to synchronous training"))
+    for quantized in plan.quantized:
+        rows.append(("quantized", f"{quantized}: not equal to exact training"))
+    if plan.secondary:
+        along = ", ".join(plan.secondary)
+        rows.append(("secondary", f"the backward pass gathers copies of parameters, along {along} alone"))
     if plan.pipeline is not None:
         parts = ", equal outputs are sent in parts" if plan.scatter else ""
         said = f"{len(plan.stages)} along axis {plan.pipeline.axis}, schedule {plan.pipeline.order}{parts}"

@@ -177,6 +177,8 @@ def _require_same(plan: Plan, program: Program, job: Job) -> None:
         ("cluster", cluster == job.cluster and plan.cluster.link_for(axes) == job.cluster.link_for(axes)),
         ("mesh", plan.axes == tuple(own.items()) or (bool(plan.pipeline) and is_split_for_stages(plan.axes, own))),
         ("optimizer", plan.optimizer == job.optimizer),
+        ("precision of messages", plan.quantized == job.quantized),
+        ("secondary copy", plan.secondary == job.search.secondary),
     ):
         if not same:
             raise PlanError(f"it is of another {what}")

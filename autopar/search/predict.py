@@ -314,7 +314,7 @@ def _count_moves(
         consumer = assignment.consumer_layouts.get(value)
         shared = () if consumer is None else table.path(assignment.outputs[value], consumer)
         for i, (size, (move, times, at)) in enumerate(zip(sizes[key], counted, strict=True)):
-            account.move(node, move.kind, move.axis, size, times, float(whole[0, i]), float(whole[1:, i].sum()))
+            account.move(node, move.collective, move.axis, size, times, float(whole[0, i]), float(whole[1:, i].sum()))
             like = first if move in shared else value
             region, kind = regions.of_move(like, backward=at == IN_BACKWARD, hoisted=at == HOISTED)
             share, sent = regions.share(region, kind), feature(kind, move.axis, axes)

@@ -15,7 +15,8 @@ from autopar.ir.layout import ByExpert, Layout, Split, TensorType, local_dims, l
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops import exchange, routing
 from autopar.ir.ops.collectives import Collective, axis_index, c10d
-from autopar.sharding.redistribute import WIRE, Machine, Move, exchanges, moved_bytes, reduces, sum_dtype
+from autopar.ir.quantized.operators import from_blocks, sum_from_blocks, to_blocks
+from autopar.sharding.redistribute import WIRE, Machine, Move, exchanges, moved_bytes, reduces, shard_of, sum_dtype
 
 aten = torch.ops.aten
 
@@ -85,7 +86,8 @@ class MoveEmitter:
             result = self._call(aten.reshape.default, local, self._shape(self.move.target))
         else:
             # Sums in 16 bits would round after every device; `TensorType.reduce` says in which dtype to add.
-            widened = reduces(self.move.kind) and sum_dtype(self.type) != self.type.dtype
+            # Numbers in few bits are added up in float32 anyway.
+            widened = reduces(self.move.kind) and not self.move.bits and sum_dtype(self.type) != self.type.dtype
             local = self._cast(local, sum_dtype(self.type)) if widened else local
             result = getattr(self, f"_{self.move.kind}")(local)
             result = self._cast(result, self.type.dtype) if widened else result
@@ -118,12 +120,31 @@ class MoveEmitter:
         wire = None if reduces(self.move.kind) else WIRE.get(self.type.dtype)
         pairs = self.type.dtype.startswith("complex")
         local = self._cast(local, wire) if wire else self._as_pairs(local) if pairs else local
+        received = self._send(target, local, *args)
+        return self._cast(received, self.type.dtype) if wire else self._from_pairs(received) if pairs else received
+
+    def _send(self, target: Any, local: fx.Node, *args: Any) -> fx.Node:
+        """A collective of a tensor as it is."""
         node = self._call(target, local, *args, self._axis)
         size = moved_bytes(self.type, self.move, self.machine.sizes)
-        collective = Collective(self.move.kind, self._axis, size, gradient=self.gradient)
+        collective = Collective(self.move.collective, self._axis, size, gradient=self.gradient)
         set_info(node, replace(info(node), collective=collective))
-        received = self._call(c10d.wait_tensor.default, node)
-        return self._cast(received, self.type.dtype) if wire else self._from_pairs(received) if pairs else received
+        return self._call(c10d.wait_tensor.default, node)
+
+    def _gather_in_blocks(self, local: fx.Node) -> fx.Node:
+        """What the bytes of all devices stand for, this one's own included: all compute with the same numbers."""
+        count, bits = shard_of(self.type, self.move, self.machine.sizes), self.move.bits
+        sent = self._call(to_blocks, local, 1, bits)
+        received = self._send(c10d.all_gather_into_tensor.default, sent, self._parts)
+        return self._call(from_blocks, received, count, bits, getattr(torch, self.type.dtype))
+
+    def _scatter_in_blocks(self, terms: fx.Node) -> fx.Node:
+        """Terms go to the device whose shard they are of, which adds them up; ``terms`` has one block for each."""
+        count, bits = shard_of(self.type, self.move, self.machine.sizes), self.move.bits
+        sent = self._call(to_blocks, terms, self._parts, bits)
+        each = [1] * self._parts
+        received = self._send(c10d.all_to_all_single.default, sent, each, each)
+        return self._call(sum_from_blocks, received, count, bits, getattr(torch, self.type.dtype))
 
     def _as_pairs(self, local: fx.Node) -> fx.Node:
         """Complex numbers as real ones, twice as many along the last dim."""
@@ -150,6 +171,10 @@ class MoveEmitter:
     def _contiguous(self, local: fx.Node, shape: list[int]) -> fx.Node:
         return self._call(aten.contiguous.default, self._call(aten.reshape.default, local, shape))
 
+    def _view(self, numbers: fx.Node) -> fx.Node:
+        """Numbers in the shape of the target."""
+        return self._call(aten.reshape.default, numbers, self._shape(self.move.target))
+
     @staticmethod
     def _is_leading(position: Split, outer: int) -> bool:
         """Whether the devices' blocks of a split are blocks of dim 0, which collectives exchange as they are."""
@@ -172,7 +197,11 @@ class MoveEmitter:
         position = self.move.source[self.move.axis]
         assert isinstance(position, Split)
         outer, size, inner = self._sides(self.move.source, position)
-        if self._is_leading(position, outer):
+        leading = self._is_leading(position, outer)
+        if self.move.bits:
+            found = self._gather_in_blocks(local)
+            return self._view(found) if leading else self._from_front(found, outer, _product(size, inner))
+        if leading:
             ready = self._call(aten.contiguous.default, local)
             return self._communicate(c10d.all_gather_into_tensor.default, ready, self._parts)
         flat = self._contiguous(local, [outer, _product(size, inner)])
@@ -183,10 +212,15 @@ class MoveEmitter:
         position = self.move.target[self.move.axis]
         assert isinstance(position, Split)
         outer, size, inner = self._sides(self.move.source, position)
-        if self._is_leading(position, outer):
+        leading = self._is_leading(position, outer)
+        if leading and self.move.bits:
+            return self._view(self._scatter_in_blocks(local))
+        if leading:
             ready = self._call(aten.contiguous.default, local)
             return self._communicate(c10d.reduce_scatter_tensor.default, ready, "sum", self._parts)
         blocks = self._to_front(local, outer, _product(size // self._parts, inner))
+        if self.move.bits:
+            return self._view(self._scatter_in_blocks(blocks))
         mine = self._communicate(c10d.reduce_scatter_tensor.default, blocks, "sum", self._parts)
         return self._call(aten.reshape.default, mine, self._shape(self.move.target))
 

@@ -1,5 +1,6 @@
 """Redistribution: the cheapest sequence of single-axis moves from one layout of a tensor to another.
 
+Along axes of `Machine.quantized`, gathers of parameters and reductions of gradients are moves in few bits.
 Moves are all-gather, reduce-scatter, all-reduce, all-to-all (also of rows by their experts) and a local slice. Axes
 that split one factor nest in mesh order, so only the innermost of them can be moved. All pairs are found at once:
 Floyd-Warshall over the tensor's layouts (R. W. Floyd, "Algorithm 97: Shortest path", 1962), in numpy.
@@ -17,8 +18,10 @@ from numpy.typing import NDArray
 
 from autopar.costs.cluster import Device, Link
 from autopar.costs.collectives import COLLECTIVES
+from autopar.costs.outer_exchange import dequantizing, quantized_bytes, quantizing
 from autopar.ir.layout import ByExpert, Factor, Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
 from autopar.ir.ops.collectives import Collective
+from autopar.ir.quantized.axes import GRADIENTS, WEIGHTS, QuantizedAxis
 from autopar.rules.remembered import remembered
 from autopar.sharding.candidates import layouts, split_parts
 
@@ -42,12 +45,18 @@ class Machine:
         sizes: devices along each axis.
         links: the link that a collective along each axis uses.
         device: what each device can do.
+        quantized: along which axes messages are in few bits.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
     device: Device
+    quantized: tuple[QuantizedAxis, ...] = ()
+
+    def bits(self, axis: int, what: str) -> int:
+        """Of each number of such messages along an axis; 0: whole numbers."""
+        return next((q.bits(what) for q in self.quantized if q.axis == self.names[axis]), 0)
 
     def seconds(self, made: Collective) -> float:
         """Seconds of a collective, its launch and what kernels wait for it besides included."""
@@ -64,12 +73,19 @@ class Move:
         axis: index of the mesh axis.
         source: layout before.
         target: layout after.
+        bits: of each number that is sent; 0: all of them. Terms of a sum are then exchanged, and added up afterwards.
     """
 
     kind: str
     axis: int
     source: Layout
     target: Layout
+    bits: int = 0
+
+    @property
+    def collective(self) -> str:
+        """The kind of the collective."""
+        return "all_to_all" if self.bits and self.kind == "reduce_scatter" else self.kind
 
 
 def exchanges(source: Placement, target: Placement) -> bool:
@@ -109,9 +125,20 @@ def sum_dtype(type_: TensorType) -> str:
 
 def moved_bytes(type_: TensorType, move: Move, sizes: Sequence[int]) -> float:
     """Bytes by which the move's collective is charged: the larger of the local tensors before and after."""
+    if move.bits:
+        return sizes[move.axis] * quantized_bytes(shard_of(type_, move, sizes), move.bits)
     # Terms are cast to the dtype of the sum before they are sent.
     whole = type_.numel * item_bytes(sum_dtype(type_) if reduces(move.kind) else type_.dtype)
     return whole / min(split_parts(move.source, sizes), split_parts(move.target, sizes))
+
+
+def shard_of(type_: TensorType, move: Move, sizes: Sequence[int]) -> int:
+    """Elements of the smaller of the local tensors before and after a move."""
+    return type_.numel // max(split_parts(move.source, sizes), split_parts(move.target, sizes))
+
+
+_QUANTIZED = {"all_gather": WEIGHTS, "reduce_scatter": GRADIENTS}
+"""Kinds of moves that may be in few bits, and what they are of then."""
 
 
 class Redistributions:
@@ -131,7 +158,10 @@ class Redistributions:
         every = (
             (source, axis, other) for source in self.layouts for axis in range(len(source)) for other in placements
         )
-        return [move for source, axis, other in every if (move := self._move(source, axis, other)) is not None]
+        found = [move for source, axis, other in every if (move := self._move(source, axis, other)) is not None]
+        # An all-reduce would get around few bits: where these are asked for it is a reduce-scatter and a gather.
+        fewer = {(m.source, m.axis) for m in found if m.bits and m.kind == "reduce_scatter"}
+        return [m for m in found if m.kind != "all_reduce" or (m.source, m.axis) not in fewer]
 
     def _move(self, source: Layout, axis: int, other: Placement) -> Move | None:
         """The move that gives an axis another placement; None if there is none."""
@@ -152,7 +182,18 @@ class Redistributions:
             return None
         if not kind or target not in self.index or not (isinstance(other, Replicate) or innermost(target, axis)):
             return None
-        return Move(kind, axis, source, target)
+        return self._in_few_bits(Move(kind, axis, source, target))
+
+    def _in_few_bits(self, move: Move) -> Move:
+        """The move as it is made where its message may be in few bits, if it is smaller then."""
+        what = _QUANTIZED.get(move.kind, "")
+        if not what or what != self.type.message or self.machine.sizes[move.axis] == 1:
+            return move
+        if ByExpert in (type(move.source[move.axis]), type(move.target[move.axis])):
+            return move
+        fewer = replace(move, bits=self.machine.bits(move.axis, what))
+        sent, whole = (moved_bytes(self.type, m, self.machine.sizes) for m in (fewer, move))
+        return fewer if fewer.bits and sent < whole else move
 
     @cached_property
     def parts(self) -> NDArray[np.int64]:
@@ -171,7 +212,7 @@ class Redistributions:
         seconds = np.zeros(len(moves))
         groups: dict[tuple[str, int], list[int]] = {}
         for i, move in enumerate(moves):
-            groups.setdefault((move.kind, move.axis), []).append(i)
+            groups.setdefault((move.collective, move.axis), []).append(i)
         size = np.array([moved_bytes(self.type, m, self.machine.sizes) for m in moves])
         for (kind, axis), members in groups.items():
             # Along an axis of one device nothing is emitted; no move is free, or plans could make it at will.
@@ -207,9 +248,32 @@ class Redistributions:
         ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64)
         source, target = (self.type.numel / self.parts[ends]).T
         moved = source * (cast + 2 * sent * before) + target * (cast + 2 * own * after)
-        seconds = moved / (device.bandwidth * device.streaming) + (2 * (cast > 0) + before + after) * device.launch
+        kernels = 2 * (cast > 0) + before + after
+        for i, move in enumerate(moves):
+            if move.bits:
+                moved[i], kernels[i] = self._quantizing(move, int(before[i]), int(after[i]))
+        seconds = moved / (device.bandwidth * device.streaming) + kernels * device.launch
         # Along an axis of one device nothing is emitted.
         return np.asarray(np.where([self.machine.sizes[m.axis] > 1 for m in moves], seconds, 0.0), dtype=np.float64)
+
+    def _quantizing(self, move: Move, before: int, after: int) -> tuple[float, int]:
+        """Bytes that kernels move where a message is in few bits, and how many kernels there are.
+
+        Args:
+            move: the move.
+            before: copies of what is moved.
+            after: copies of the result.
+        """
+        own, parts = item_bytes(self.type.dtype), self.machine.sizes[move.axis]
+        shard = shard_of(self.type, move, self.machine.sizes)
+        if move.kind == "all_gather":
+            ways, copied = (quantizing(shard, own, move.bits), dequantizing(parts * shard, own, move.bits)), after
+        else:
+            whole = parts * shard
+            ways = quantizing(whole, own, move.bits), dequantizing(whole, own, move.bits, rows=parts)
+            copied = before
+        moved, kernels = (sum(column) for column in zip(*ways, strict=True))
+        return moved + 2 * own * parts * shard * copied, int(kernels) + before + after
 
     def _items(self, move: Move) -> tuple[int, int]:
         """Bytes of an element as it is copied before a move, and as it is read and written by a cast; 0 for no cast."""
@@ -363,7 +427,7 @@ class Redistributions:
                 found[:, i] = 0
             elif units[i] > 1:
                 size, link = moved_bytes(self.type, move, self.machine.sizes), self.machine.links[move.axis]
-                first = float(COLLECTIVES[move.kind](size / units[i], self.machine.sizes[move.axis], link))
+                first = float(COLLECTIVES[move.collective](size / units[i], self.machine.sizes[move.axis], link))
                 first = min(first + self.machine.device.launch, float(sent[i]))
                 found[1 + axes + move.axis, i] = sent[i] - first
                 found[0, i], found[1 + move.axis, i], found[1 + 2 * axes + move.axis, i] = 0, first, 0
@@ -450,7 +514,8 @@ class Tables:
         """The table of a type; types that differ in names or padding only share one."""
         # Names and padding change no cost. With them left out, thousands of tensors need a few tables.
         plain = tuple(tuple(Factor("", f.size) for f in dim) for dim in type_.dims)
-        return _table(replace(type_, dims=plain, used=(), drawn=False), self.machine)
+        message = type_.message if self.machine.quantized else ""
+        return _table(replace(type_, dims=plain, used=(), drawn=False, message=message), self.machine)
 
 
 @remembered(256)

@@ -230,7 +230,7 @@ class _ProfileBuilder:
             for move, _, _ in steps:
                 size = moved_bytes(self.dims.types[node, out], move, self.machine.sizes)
                 if move.kind != "slice":  # a slice is local: a view of what is there
-                    found[node].append(ChargedCollective(move.kind, move.axis, size))
+                    found[node].append(ChargedCollective(move.collective, move.axis, size))
         for node, names in self.assignment.strategies.items():
             # Lowered code, such as a vocabulary's cross-entropy, all-reduces on its own.
             lowered = lowered_cost(self.dims.operators[node], names, self.machine)

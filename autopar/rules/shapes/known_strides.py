@@ -27,6 +27,7 @@ from autopar.ir.ops.random import replayed, seeded
 from autopar.ir.ops.rows import WRITES_ROWS, new_rows
 from autopar.ir.ops.sequence.send_block import send_block
 from autopar.ir.program import Program
+from autopar.ir.quantized.operators import QUANTIZERS
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Rule, Spec, find_rule, required_strides
 from autopar.rules.shapes.kernel_shapes import called, make, with_required_strides
 from autopar.rules.strides import meets
@@ -47,7 +48,7 @@ ROW_MAJOR_RESULTS = frozenset({
     routing.sort_by_expert, routing.route, routing.collect, routing.group_ends, routing.add_by_expert,
     c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
     c10d.all_to_all_single.default, exchange.exchange_rows, balanced_attention.swap_blocks, send_block, new_rows,
-    *COALESCED.values(),
+    *COALESCED.values(), *QUANTIZERS,
 })  # fmt: skip
 """Operators that make new memory, row-major, whatever the strides of their arguments; the oracle's tests show it."""
 

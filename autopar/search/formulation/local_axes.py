@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from autopar.costs.arguments import shown
 from autopar.ir.program import Program
@@ -19,7 +20,9 @@ from autopar.sharding.dims import analyze
 Axes = tuple[tuple[str, int], ...]
 """Name and size of each mesh axis, outermost first."""
 
-INEXACT = WORKER_ROLES
+QUANTIZED = "quantized"
+
+INEXACT = (*WORKER_ROLES, QUANTIZED)
 """Choices that change numbers."""
 
 _WHY = {
@@ -28,8 +31,13 @@ _WHY = {
 }
 
 
-def check_inexact(inexact: tuple[str, ...], roles: Mapping[str, str]) -> None:
-    """Refuse a role that changes numbers unless it is asked for, and choices that do not exist.
+def check_inexact(inexact: tuple[str, ...], roles: Mapping[str, str], quantized: Mapping[str, Any]) -> None:
+    """Refuse what changes numbers unless it is asked for, and choices that do not exist.
+
+    Args:
+        inexact: what is asked for.
+        roles: of axes.
+        quantized: bits of messages, by axis.
 
     Raises:
         ValueError: names the axis or the choice.
@@ -43,6 +51,11 @@ def check_inexact(inexact: tuple[str, ...], roles: Mapping[str, str]) -> None:
                 f"roles= gives axis {axis!r} the role {role!r}: {_WHY[role]}, which is not equal to synchronous "
                 f"training; ask for that with inexact=({role!r},)"
             )
+    if quantized and QUANTIZED not in inexact:
+        raise ValueError(
+            f"quantized= has messages along axis {next(iter(quantized))!r} in few bits, which is not equal to exact "
+            f"training; ask for that with inexact=({QUANTIZED!r},)"
+        )
 
 
 def exact_roles(roles: Mapping[str, str]) -> dict[str, str]:
