@@ -6,13 +6,13 @@ a time as there is room for, of the keys that the window leaves these; so what a
 
 Before::
 
-    mask = (at >= of) & (at - of < 4096) & (documents[:, :, None] == documents[:, None])
+    mask = (at >= of) & (at - of < 4096) & (ids[:, :, None] == ids[:, None])
     out, logsumexp = autopar.attention(q, k, v, where(mask, 0, -inf), None, 0.0, False, None)
 
 After::
 
     out, logsumexp = autopar.attention_masked(
-        q, k, v, [documents_of_queries, documents_of_keys], '[["aten.eq.Tensor", "%0", "%1"]]', False, 4095, 0, 0, 0, 8192, None
+        q, k, v, [ids_of_queries, ids_of_keys], '[["aten.eq.Tensor", "%0", "%1"]]', False, 4095, 0, 0, 0, 8192, None
     )
 
 A device that has some of the queries, or of the keys, is told where they begin.

@@ -192,7 +192,9 @@ class _Work:
             arrive, leaves = None, block.leaves
             if step + 1 < self.context.parts:
                 arrive = self.context.start_shift(block.keys)
-                leaves = tuple(self.context.shift(t) for t in leaves)  # small: keys go beside the kernel, these before it
+                leaves = tuple(
+                    self.context.shift(t) for t in leaves
+                )  # small: keys go beside the kernel, these before it
             yield step, block
             if arrive is not None:
                 block = _Block(arrive(), leaves)
@@ -209,7 +211,9 @@ class _Work:
         if len(pieces) == 1:
             return pieces[0]
         keys = aten.cat.default([p.keys for p in pieces], 2)
-        return _Block(keys, tuple(aten.cat.default(list(ts), 3) for ts in zip(*(p.leaves for p in pieces), strict=True)))
+        return _Block(
+            keys, tuple(aten.cat.default(list(ts), 3) for ts in zip(*(p.leaves for p in pieces), strict=True))
+        )
 
     def home(self, grad: Any) -> Any:
         """This device's gradient of keys and values, from those of the keys that each device has got.
