@@ -165,7 +165,7 @@ def no_ring(queries: int, keys: int, bias: Any, kept: Any, causal: bool) -> str 
     if kept is not None:
         return "it has dropout"
     if bias is not None:
-        return "it has a mask that is not causal"
+        return "it has a mask whose function is not known"
     if causal and queries != keys:
         return f"its mask is causal, of {queries} queries and {keys} keys"
     return None
@@ -284,7 +284,7 @@ def _by_function(
     # Sums of blocks cannot tell a row that is hidden by large numbers from one that is hidden.
     ring = {} if added else {"qk": Lowering(lower[1], axes=1)}
     return {
-        "blocked": "kde",
+        "blocked": _blocked(0.0, False),
         "lower": {**({"q": Lowering(lower[0])} if split else {}), **ring},
         "sizes": _sizes(query, key),
         "flops": products * b * h * scores * (d + e),

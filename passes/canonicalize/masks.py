@@ -105,12 +105,23 @@ def _kept(node: fx.Node) -> Any:
 
 @dataclass(frozen=True)
 class _Root:
-    """A mask: what is added to the scores, and what says which of these there are."""
+    """A mask: where its values come from, what is added to the scores, and what says which of these there are.
+
+    Attributes:
+        node: of which the mask is a function that is known.
+        bias: what is added.
+        shown: which scores there are.
+        added: what is added to these.
+        inverted: ``shown`` says which there are not.
+        exact: minus infinity is added to these, not a number in its place.
+    """
 
     node: fx.Node
+    bias: fx.Node
     shown: fx.Node | None
     added: fx.Node | None
     inverted: bool = False
+    exact: bool = True
 
 
 def _root(bias: fx.Node, known: _Constants) -> _Root:
@@ -124,15 +135,23 @@ def _root(bias: fx.Node, known: _Constants) -> _Root:
         bias = source
     args: Any = bias.args
     if bias.target is aten.where.self:
-        least = [known.number(a) == -math.inf for a in args[1:]]
-        if least[0] != least[1]:
-            # Equal masks of all layers are made in each of them from the same one.
-            other = args[1] if least[1] else args[2]
+        hides = [_hides(known.number(a), bias) for a in args[1:]]
+        if hides[0] != hides[1]:
+            other, least = (args[1], args[2]) if hides[1] else (args[2], args[1])
             added = None if known.number(other) == 0 else other
-            return _Root(args[0] if added is None else bias, args[0], added, inverted=least[0])
-    if bias.target is aten.masked_fill.Scalar and args[2] == -math.inf:
-        return _Root(bias, args[1], None if known.number(args[0]) == 0 else args[0], inverted=True)
-    return _Root(bias, None, bias)
+            # Equal masks of all layers are made in each of them from the same one.
+            exact = known.number(least) == -math.inf
+            return _Root(args[0] if added is None and exact else bias, bias, args[0], added, hides[0], exact)
+    if bias.target is aten.masked_fill.Scalar and _hides(args[2], bias):
+        added = None if known.number(args[0]) == 0 else args[0]
+        return _Root(bias, bias, args[1], added, True, args[2] == -math.inf)
+    return _Root(bias, bias, None, bias)
+
+
+def _hides(number: Any, bias: fx.Node) -> bool:
+    """Whether a number that is added to scores is what models take for minus infinity."""
+    least = max(torch.finfo(_value(bias).dtype).min, torch.finfo(torch.float32).min)
+    return isinstance(number, int | float) and number <= least
 
 
 def _without_leading_ones(value: torch.Tensor) -> list[int]:
@@ -198,16 +217,19 @@ def _mask(graph: fx.Graph, known: _Constants, root: _Root, shape: tuple[int, ...
         if root.shown is not None:
             walk.find_runs(root.shown, ())
             window, shown = walk.hidden(root.shown, ()) if root.inverted else walk.seen(root.shown, ())
-        if root.added is not None and shown is not None:
-            # Both in one: what is added is minus infinity where nothing is seen.
-            shown = walk.formula(root.node, ())
+        added = root.added is not None
+        # A query that sees nothing sees everything where a number is in the place of minus infinity.
+        sees_itself = shape[2] == shape[3] and (window.low or 0) <= 0 <= (window.high or 0)
+        if not root.exact and (shown is not None or not sees_itself):
+            window, shown, added = _Window(), walk.formula(root.bias, ()), True
         elif root.added is not None:
-            shown = walk.formula(root.added, ())
+            # Both in one: what is added is minus infinity where nothing is seen.
+            shown = walk.formula(root.added if shown is None else root.bias, ())
     except _Opaque:
         return None
     if len(walk.calls) > _MOST:
         return None
-    return _Mask(*walk.placed(graph, root.node, shown), root.added is not None, window)
+    return _Mask(*walk.placed(graph, root.node, shown), added, window)
 
 
 class _Walk:
@@ -409,7 +431,7 @@ class _Walk:
         return _Linear(step, 0, first) if shape[2] > 1 else _Linear(0, step, first)
 
     def _of_all_tokens(self, node: Any, views: Views) -> fx.Node | None:
-        """The tensor ``[batch, tokens]`` that a leaf has all elements of, of queries or of keys; None: there is none."""
+        """The tensor ``[batch, tokens]`` that a leaf has all elements of, of queries or keys; None: there is none."""
         while isinstance(node, fx.Node) and (inner := self._inside(node, views)) is not None:
             node, views = inner
         if not isinstance(node, fx.Node) or len(self._shape(node, views)) != 4:

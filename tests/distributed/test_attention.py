@@ -149,3 +149,48 @@ def test_keys_go_round(ranks: Ranks, causal: bool, roles: dict[str, str], sizes:
     results = ranks.run(in_a_ring, causal, roles, sizes)
     assert max(worst for worst, _ in results) < TOLERANCE
     assert min(found for _, found in results) >= sends  # more where the forward pass is recomputed
+
+
+def under_a_mask(rank: int, name: str, search: dict[str, Any], sizes: tuple[int, ...]) -> tuple[float, int]:
+    """Three steps of a model, and how often ranks send rows to their neighbors."""
+    from autopar.ir.ops.sequence.send_block import send_block
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+    from autopar.strategies import attention as rules
+    from tests.strategies import test_masked_attention as models
+
+    usual = rules._blocked
+    if "roles" in search:  # nothing but keys from other devices
+        rules._blocked = lambda *_: "bhgqkde"
+    model, plain = (models.build(name) for _ in range(2))
+    given = models.BATCHES[name]()
+    options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT, "search": Search(**search, cache=False)}
+    parallel: Any = parallelize(model, mesh_of(*sizes), given, **options)
+    worst = follow(parallel, plain, [given] * 3)
+    graphs = (parallel.forward_graph, parallel.backward_graph)
+    rules._blocked = usual
+    return worst, sum(n.target is send_block for graph in graphs for n in graph.graph.nodes)
+
+
+CONTEXT: dict[str, Any] = {"roles": {"a": "context"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "search", "sizes", "sends"),
+    [
+        ("window", CONTEXT, (4,), 2),
+        pytest.param("documents", CONTEXT, (4,), 3 + 3 + 4, marks=pytest.mark.deep),
+        *(
+            pytest.param(name, {"recipe": "random", "seed": seed}, sizes, 0, marks=pytest.mark.deep)
+            for name in ("mistral", "qwen", "t5", "swin")
+            for seed, sizes in enumerate([(4,), (2, 2)])
+        ),
+    ],
+)
+def test_masks_by_their_functions(
+    ranks: Ranks, name: str, search: dict[str, Any], sizes: tuple[int, ...], sends: int
+) -> None:
+    """What a window reaches comes from a neighbor and goes back; documents go round with keys; models of others."""
+    results = ranks.run(under_a_mask, name, search, sizes)
+    assert max(worst for worst, _ in results) < TOLERANCE
+    assert min(found for _, found in results) >= sends

@@ -75,7 +75,7 @@ def is_near(before: int, after: int, size: int, parts: int) -> bool:
     return hops(max(before, 0), size) + hops(max(after, 0), size) + 1 < parts
 
 
-def attend(context: Any, query: Any, key: Any, value: Any, leaves: Any, *mask: Any) -> tuple[Any, Any]:
+def attend(context: Any, query: Any, key: Any, value: Any, leaves: Any, *mask: Any) -> Any:
     """The result ``[batch, heads, queries, value_head]`` and logarithm of this device's queries.
 
     Args:
@@ -88,9 +88,7 @@ def attend(context: Any, query: Any, key: Any, value: Any, leaves: Any, *mask: A
     """
     work = _Work(context, Mask(*mask), query, key, value, leaves)
     if work.is_near:
-        halo = work.halo()
-        made = attention_masked(query, *work.apart(halo), *work.halo_mask().arguments)
-        return made[0], made[1]
+        return attention_masked(query, *work.apart(work.halo()), *work.halo_mask().arguments)
     dtype, wide, found = value_of(query).dtype, None, None
     for step, block in work.ring():
         made = attention_masked(query, *work.apart(block), *work.ring_mask(step).arguments)
