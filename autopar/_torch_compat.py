@@ -538,7 +538,7 @@ def flex_attention_as(function: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         target.__code__ = before
-        del module._autopar_function  # type: ignore[attr-defined]
+        del module._autopar_function
 
 
 @contextmanager

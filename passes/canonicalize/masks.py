@@ -96,7 +96,7 @@ def _bias(node: fx.Node) -> fx.Node | None:
     if node.target not in (attention, attention_backward):
         return None
     found: Any = node.args[3 if node.target is attention else 4]
-    return found
+    return found if isinstance(found, fx.Node) else None
 
 
 def _kept(node: fx.Node) -> Any:
@@ -245,8 +245,9 @@ class _Walk:
     def seen(self, node: fx.Node, views: Views) -> tuple[_Window, str | None]:
         """What a mask of booleans shows: within a window, what a formula shows; None: all."""
         args: Any = node.args
-        whole = self.known.number(node)
-        if whole is not None and whole:
+        if _value(node).dtype != torch.bool:
+            raise _Opaque
+        if self.known.number(node):
             return _Window(), None
         if node.target in _ANDS:
             (a, f), (b, g) = (self.seen(x, views) for x in args)
@@ -261,8 +262,9 @@ class _Walk:
             half = _Window(high=diagonal) if node.target is aten.tril.default else _Window(low=diagonal)
             window, shown = self.seen(args[0], views)
             return window.within(half), shown
-        if node.target in _COMPARED and (window := self._compared(node, views)) is not None:
-            return window, None
+        compared = self._compared(node, views) if node.target in _COMPARED else None
+        if compared is not None:
+            return compared, None
         return self._around(node, views), self.formula(node, views)
 
     def _around(self, node: fx.Node, views: Views) -> _Window:
@@ -279,6 +281,8 @@ class _Walk:
 
     def hidden(self, node: fx.Node, views: Views) -> tuple[_Window, str | None]:
         """The same of what a mask of booleans hides."""
+        if _value(node).dtype != torch.bool:
+            raise _Opaque
         if node.target in _NOTS:
             return self.seen(node.args[0], views)  # type: ignore[arg-type]
         inner = self._inside(node, views)
@@ -490,7 +494,7 @@ class _Walk:
     def _place(self, graph: fx.Graph, origin: fx.Node, leaf: Any, views: Views) -> fx.Node:
         """A leaf as a tensor of four dims."""
         known = _value(leaf if isinstance(leaf, fx.Node) else origin)
-        node = leaf
+        node: fx.Node = leaf
         if isinstance(leaf, str):
             views, size = ((0,), self.shape[2]) if leaf == QUERIES else ((), self.shape[3])
             node = _made(graph, origin, aten.arange.start_step, 0, size, 1, device=known.device)

@@ -81,7 +81,8 @@ _CHANNELS_LAST = (4, 5)
 """Numbers of dims with which a tensor may be in channels-last order: of others a concatenation is row-major."""
 
 _ATTENTION = frozenset({
-    attention.attention, attention.attention_backward, attention.attention_drawing, attention.attention_drawing_backward,
+    attention.attention, attention.attention_backward, attention.attention_drawing,
+    attention.attention_drawing_backward,
     masked_attention.attention_masked, masked_attention.attention_masked_backward,
 })  # fmt: skip
 """Our operators whose kernels ask for strides."""

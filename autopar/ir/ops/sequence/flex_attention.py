@@ -147,11 +147,12 @@ class _Called(TorchFunctionMode):
         self._scores = list(args[: len(args) - 4])
         self.adds = bool(self._scores)
         with self:
-            value = self.function(*args)
+            value: Any = self.function(*args)
         if not isinstance(value, Tensor):
             value = torch.full((), value, device=args[-1].device)
         self.adds = self.adds and self._is_score(value)
-        return value.reshape((1,) * (4 - value.ndim) + value.shape)
+        made: Tensor = value.reshape((1,) * (4 - value.ndim) + value.shape)
+        return made
 
     def _is_score(self, value: Any) -> bool:
         return any(value is t for t in self._scores)

@@ -236,10 +236,10 @@ def _attention_masked_backward(
             continue
         bias, _ = _bias(query, leaves, formula, added, (start, end, low, high), mask)
         rows, columns = slice(start, end), slice(low, high)
-        given = (t[:, :, rows] for t in (grad, query))
-        keys = (t[:, :, columns] for t in (key, value))
-        saved = out[:, :, rows], logsumexp[:, :, rows].contiguous()
-        found = kernels.backward(*given, *keys, bias, *saved, None, None, 0.0, False, scale, False)
+        found = kernels.backward(
+            grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], bias, out[:, :, rows],
+            logsumexp[:, :, rows].contiguous(), None, None, 0.0, False, scale, False,
+        )  # fmt: skip
         of_query[:, :, rows] = found[0]
         of_key[:, :, columns] += found[1]
         of_value[:, :, columns] += found[2]

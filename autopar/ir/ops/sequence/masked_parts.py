@@ -203,15 +203,17 @@ class _Work:
         for back, count, reach in ((False, self.low, self.mask.before), (True, self.high, self.mask.after)):
             came = self.own
             for hop in range(count):
-                rows = self._rows(hop, count, reach)
-                came = came.each(lambda t, d, n=rows, b=back: self.context.shift(self._end(t, d, n, not b), back=b))
+                came = self._from_neighbor(came, self._rows(hop, count, reach), back)
                 pieces = [*pieces, came] if back else [came, *pieces]
         if len(pieces) == 1:
             return pieces[0]
         keys = aten.cat.default([p.keys for p in pieces], 2)
-        return _Block(
-            keys, tuple(aten.cat.default(list(ts), 3) for ts in zip(*(p.leaves for p in pieces), strict=True))
-        )
+        leaves = zip(*(p.leaves for p in pieces), strict=True)
+        return _Block(keys, tuple(aten.cat.default(list(each), 3) for each in leaves))
+
+    def _from_neighbor(self, block: _Block, rows: int, back: bool) -> _Block:
+        """Rows of the block that a neighbor has."""
+        return block.each(lambda t, dim: self.context.shift(self._end(t, dim, rows, not back), back=back))
 
     def home(self, grad: Any) -> Any:
         """This device's gradient of keys and values, from those of the keys that each device has got.
