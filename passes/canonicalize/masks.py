@@ -73,16 +73,20 @@ def masks_by_function(program: Program) -> Program:
     known = _Constants(graph)
     nodes = [n for n in graph.graph.nodes if _bias(n) is not None]
     differentiated = {_bias(n) for n in nodes if n.target is attention_backward and n.args[-1]}
-    made: dict[tuple[fx.Node, tuple[int, ...]], _Mask | None] = {}
+    made: dict[tuple[_Root, tuple[int, ...]], _Mask | None] = {}
     for node in nodes:
         bias = _bias(node)
-        if bias is None or bias in differentiated or _kept(node) is not None:
+        if bias is None or bias in differentiated or _has_more(node):
             continue
-        query, key = (a.meta["val"] for a in node.args[0 if node.target is attention else 1 :][:2])
-        root, shape = _root(bias, known), (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        if (root.node, shape) not in made:
-            made[root.node, shape] = _mask(graph.graph, known, root, shape)
-        mask = made[root.node, shape]
+        queries, keys = (_value(a).shape for a in node.args[0 if node.target is attention else 1 :][:2])
+        root, shape = _root(bias, known), (*queries[:3], keys[2])
+        if root.shown is None and 1 in _value(bias).shape[-2:]:
+            continue  # what is added is no tensor of queries times keys
+        # Equal masks of all layers are made in each of them from the same one.
+        key = root.of_all_layers, shape
+        if key not in made:
+            made[key] = _mask(graph.graph, known, root, shape)
+        mask = made[key]
         if mask is not None:
             _rewrite(graph.graph, node, mask, shape)
     graph.graph.eliminate_dead_code()
@@ -99,8 +103,10 @@ def _bias(node: fx.Node) -> fx.Node | None:
     return found if isinstance(found, fx.Node) else None
 
 
-def _kept(node: fx.Node) -> Any:
-    return node.args[4 if node.target is attention else 5]
+def _has_more(node: fx.Node) -> bool:
+    """Whether attention has dropout, or a causal mask beside its bias."""
+    kept, causal = (4, 6) if node.target is attention else (5, 9)
+    return node.args[kept] is not None or bool(node.args[causal])
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,11 @@ class _Root:
     inverted: bool = False
     exact: bool = True
 
+    @property
+    def of_all_layers(self) -> _Root:
+        """The same of another bias that is made of the same mask."""
+        return replace(self, bias=self.node)
+
 
 def _root(bias: fx.Node, known: _Constants) -> _Root:
     """What a mask's values say, and where from."""
@@ -139,7 +150,6 @@ def _root(bias: fx.Node, known: _Constants) -> _Root:
         if hides[0] != hides[1]:
             other, least = (args[1], args[2]) if hides[1] else (args[2], args[1])
             added = None if known.number(other) == 0 else other
-            # Equal masks of all layers are made in each of them from the same one.
             exact = known.number(least) == -math.inf
             return _Root(args[0] if added is None and exact else bias, bias, args[0], added, hides[0], exact)
     if bias.target is aten.masked_fill.Scalar and _hides(args[2], bias):
@@ -363,6 +373,8 @@ class _Walk:
         args: Any = node.args
         if not args or not isinstance(args[0], fx.Node):
             return None
+        if _value(node).device != _value(args[0]).device:
+            return None
         if node.target in _SAME or (node.target is aten.slice.Tensor and _value(node).shape == _value(args[0]).shape):
             return args[0], views
         if node.target not in _VIEWS:
@@ -436,16 +448,22 @@ class _Walk:
 
     def _of_all_tokens(self, node: Any, views: Views) -> fx.Node | None:
         """The tensor ``[batch, tokens]`` that a leaf has all elements of, of queries or keys; None: there is none."""
-        while isinstance(node, fx.Node) and (inner := self._inside(node, views)) is not None:
-            node, views = inner
-        if not isinstance(node, fx.Node) or len(self._shape(node, views)) != 4:
+        if not isinstance(node, fx.Node):
             return None
-        if node.target is aten.index.Tensor:
-            source, places = node.args[0], node.args[1]
-            sizes = _value(source).shape
-            whole = [p is not None and self._counts(p, n) for p, n in zip(places, sizes, strict=False)]  # type: ignore[arg-type]
-            return source if len(whole) == len(sizes) == 2 and all(whole) else None  # type: ignore[return-value]
-        return node if _value(node).ndim == 2 else None
+        batch, heads, *_ = self._shape(node, views)
+        while (inner := self._inside(node, views)) is not None:
+            node, views = inner
+        args: Any = node.args
+        source, places = (args[0], args[1]) if node.target is aten.index.Tensor else (node, [])
+        rows = _value(source).shape[0] if _value(source).ndim == 2 else 0
+        if heads != 1 or batch != rows:
+            return None
+        if places:
+            # Rows by the batch, and all tokens of each.
+            of_batch = None not in places and len(places) == 2 and _value(places[0]).shape[-2:].numel() == 1
+            whole = of_batch and all(self._counts(p, n) for p, n in zip(places, _value(source).shape, strict=True))
+            return source if whole else None
+        return node
 
     def _counts(self, node: fx.Node, size: int) -> bool:
         """Whether indices are 0, 1, ..., each once."""
@@ -595,7 +613,8 @@ class _Constants:
         if not isinstance(node, fx.Node):
             return node
         if node.target in _FILLED:
-            return node.args[1] if node.target is aten.full.default else _FILLED[node.target]
+            filled = node.args[1] if node.target is aten.full.default else _FILLED[node.target]
+            return None if isinstance(filled, fx.Node) else filled
         if node.target is aten.expand.default:
             return self.number(node.args[0])
         value = self.value(node)

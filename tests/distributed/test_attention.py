@@ -194,3 +194,22 @@ def test_masks_by_their_functions(
     results = ranks.run(under_a_mask, name, search, sizes)
     assert max(worst for worst, _ in results) < TOLERANCE
     assert min(found for _, found in results) >= sends
+
+
+def lengths_of_its_own(rank: int) -> str:
+    """What a rank is told whose documents are others in number."""
+    from autopar.errors import RankError
+    from autopar.parallelize import parallelize
+    from tests.strategies import test_masked_attention as models
+
+    ends = torch.tensor([5, 16] if rank else [5, 9, 16])
+    parallel = parallelize(models.build("documents"), mesh_of(4), cluster=slow_devices(), timeout=WAIT)
+    with pytest.raises(RankError) as found:
+        parallel(x=models.documents()["x"], ids=ends)
+    return str(found.value)
+
+
+def test_packed_lengths_that_differ(ranks: Ranks) -> None:
+    """Before anything is captured, and on every rank: nobody waits for another."""
+    for text in ranks.run(lengths_of_its_own):
+        assert "ids" in text and "rank 1" in text and "[2]" in text and "[3]" in text

@@ -39,6 +39,8 @@ class Attending(nn.Module):
         at = torch.arange(x.shape[1], device=x.device)
         shown = at[:, None] >= at
         shown = shown & (at[:, None] - at < self.window) if self.window else shown
+        if ids is not None and ids.ndim == 1:  # where documents end
+            ids = torch.bucketize(at, ids, right=True)[None]
         shown = shown if ids is None else shown & (ids[:, None, :, None] == ids[:, None, None])
         seen = F.scaled_dot_product_attention(q, k, v, shown, enable_gqa=True)
         loss: Tensor = self.out(seen.transpose(1, 2).flatten(2)).square().mean()
