@@ -454,7 +454,8 @@ class _Walk:
         while (inner := self._inside(node, views)) is not None:
             node, views = inner
         args: Any = node.args
-        source, places = (args[0], args[1]) if node.target is aten.index.Tensor else (node, [])
+        source: fx.Node = args[0] if node.target is aten.index.Tensor else node
+        places: Any = args[1] if node.target is aten.index.Tensor else []
         rows = _value(source).shape[0] if _value(source).ndim == 2 else 0
         if heads != 1 or batch != rows:
             return None
@@ -463,7 +464,7 @@ class _Walk:
             of_batch = None not in places and len(places) == 2 and _value(places[0]).shape[-2:].numel() == 1
             whole = of_batch and all(self._counts(p, n) for p, n in zip(places, _value(source).shape, strict=True))
             return source if whole else None
-        return node
+        return source
 
     def _counts(self, node: fx.Node, size: int) -> bool:
         """Whether indices are 0, 1, ..., each once."""

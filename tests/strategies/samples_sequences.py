@@ -44,11 +44,12 @@ def masked_attention() -> Iterator[Sample]:
         (2, ids, same, False, 2, 0),
         (2, [x(1, 4, 1, 1), x(1, 1, 1, 8)], '[["aten.mul.Tensor", "%0", "%1"]]', True, 8, 0),
     ):
-        q, k, v = x(2, 4, 8, 4), x(2, heads, 8, 4), x(2, heads, 8, 6)
+        wide = 6 if heads == 4 else 4
+        q, k, v = x(2, 4, 8, 4), x(2, heads, 8, 4), x(2, heads, 8, wide)
         mask = (formula, added, before, after, 0, 0, 8, 0.7)
         saved = forward(q, k, v, leaves, *mask)
         yield call(forward, q, k, v, leaves, *mask)
-        yield call(backward, x(2, 4, 8, 6), q, k, v, leaves, *saved, *mask)
+        yield call(backward, x(2, 4, 8, wide), q, k, v, leaves, *saved, *mask)
     q, k = x(2, 2, 4, 4), x(2, 2, 8, 4)
     yield call(forward, q, k, k, [boolean(2, 1, 1, 8)], '[["aten.alias.default", "%0"]]', False, 8, 8, 0, 0, 8, None)
 

@@ -148,3 +148,24 @@ def test_halos_of_several_devices(window: int, monkeypatch: pytest.MonkeyPatch) 
         (masked.attention_masked_backward, (grad, q, k, v, [], out, log, *mask)),
     ):
         assert any("qk" in text for text in check_rule(target, args, {}, parts=6, pairs=False))
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 0), (3, 5), (64, 0), (0, 64), (64, 64), (-2, 9)])
+def test_no_more_is_computed_than_priced(before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bands of rows have all keys that the window shows, and of a device's part few that it hides."""
+    monkeypatch.setattr(masked, "FEWEST", 2)
+    positions = 64
+    at, of = torch.arange(positions)[:, None], torch.arange(positions)
+    shown = (of >= at - before) & (of <= at + after)
+    for parts in (1, 4):
+        size, most = positions // parts, 0
+        for index in range(parts):
+            ends = list(masked.bands(size, positions, before, after, index * size, 0, positions))
+            computed = torch.zeros(size, positions, dtype=torch.bool)
+            for start, end, low, high in ends:
+                computed[start:end, low:high] = True
+            own = shown[index * size : (index + 1) * size]
+            assert bool((computed | ~own).all())
+            most = max(most, int(computed.sum()))
+        priced = masked.pairs(size, positions, before, after, positions)
+        assert most <= priced <= 2 * most

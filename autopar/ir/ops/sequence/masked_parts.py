@@ -121,15 +121,16 @@ def gradients(
     def call(block: _Block, own: Mask) -> tuple[Any, Any]:
         keys, values, read = work.apart(block)
         made = attention_masked_backward(grad, query, keys, values, read, out, log, *own.arguments)
-        return _to(made[0], wide), _to(aten.cat.default([made[1], made[2]], 3), wide)
+        return made[0], _to(aten.cat.default([made[1], made[2]], 3), wide)
 
     if work.is_near:
-        of_query, of_keys = call(work.halo(), work.halo_mask())
-        of_keys = work.home(of_keys)
+        made, of_keys = call(work.halo(), work.halo_mask())
+        of_query, of_keys = aten.alias.default(made), work.home(of_keys)
     else:
         of_query, arrive = None, None
         for step, block in work.ring():
-            term, of_keys = call(block, work.ring_mask(step))
+            made, of_keys = call(block, work.ring_mask(step))
+            term = _to(made, wide)
             of_query = term if of_query is None else aten.add.Tensor(of_query, term)
             if arrive is not None:
                 of_keys = aten.add.Tensor(arrive(), of_keys)
