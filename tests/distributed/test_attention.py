@@ -192,7 +192,9 @@ def test_masks_by_their_functions(
 ) -> None:
     """What a window reaches comes from a neighbor and goes back; documents go round with keys; models of others."""
     results = ranks.run(under_a_mask, name, search, sizes)
-    assert max(worst for worst, _ in results) < TOLERANCE
+    # Norms of these compute in float32 whatever the model's dtype is; `verify` computes all in float64.
+    tolerance = 1e-5 if name in ("mistral", "qwen", "t5") else TOLERANCE
+    assert max(worst for worst, _ in results) < tolerance
     assert min(found for _, found in results) >= sends
 
 
