@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -50,6 +51,7 @@ __all__ = [
     "convert_assigned",
     "default_partition",
     "dtensor_overloads",
+    "flex_attention_as",
     "forget_fake_results",
     "forget_source_with",
     "get_decompositions",
@@ -508,6 +510,35 @@ def masks_as_they_are() -> Iterator[None]:
         yield
     finally:
         module._detect_is_causal_mask = before
+
+
+@contextmanager
+def flex_attention_as(function: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, `flex_attention` is another function, wherever its name was imported to.
+
+    A model that has it has imported it: else this does nothing, since the import takes long.
+    """
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    if module is None or hasattr(module, "_autopar_function"):
+        yield
+        return
+
+    def stand_in(
+        query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: Any = None,
+        enable_gqa: Any = False, return_lse: Any = False, kernel_options: Any = None, *, return_aux: Any = None,
+    ) -> Any:  # fmt: skip
+        found = globals()["_autopar_function"]
+        options = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+        return found(query, key, value, *options, return_aux=return_aux)
+
+    # Its code, not its name: others have the function itself.
+    target, module._autopar_function = module.flex_attention, function  # type: ignore[attr-defined]
+    before, target.__code__ = target.__code__, stand_in.__code__
+    try:
+        yield
+    finally:
+        target.__code__ = before
+        del module._autopar_function
 
 
 @contextmanager

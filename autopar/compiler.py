@@ -14,7 +14,6 @@ from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar.capture import Batch, LossFunction, capture
-from autopar.capture.attention import telling
 from autopar.capture.repeat import abridge
 from autopar.costs.arguments import AXES, FLAG, FUNCTION, LOSS, OPTIMIZER, SIZE, a, optional, require
 from autopar.costs.budget import DefaultBudget, naming_default, reserve_of
@@ -99,8 +98,7 @@ def program_to_plan(
     search = search or Search()
 
     def make(model: nn.Module) -> Program:
-        with telling(say):
-            return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=fused)
+        return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=fused)
 
     def say(text: str) -> None:
         logger.info("%s", text)

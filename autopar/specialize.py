@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import Replicate as TorchReplicate
 
 from autopar._torch_compat import FakeTensorMode
-from autopar.capture.attention import telling
 from autopar.capture.state.hooks import without_hooks
 from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
@@ -249,8 +248,7 @@ def _capture(model: nn.Module, request: Request, options: CompileOptions, contex
     # The model's own hooks are called by the parallel module, around the graph; with loss_fn they are inside of it.
     hooks = nullcontext() if options.loss_fn is not None else without_hooks(model)
     # Graphs are full of cycles that stay alive, as in the search.
-    says = telling(options.observer.searching)
-    with plain_parameters(model, context.device), hooks, collector_paused(), says:
+    with plain_parameters(model, context.device), hooks, collector_paused():
         return captured_under(model, batch, options)
 
 

@@ -40,6 +40,7 @@ def test_every_name_has_a_contract() -> None:
         "below_autograd",
         "budget_partition",
         "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
+        "flex_attention_as",
         "forget_fake_results", "forget_source_with",
         "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interpreted",
         "interpreter_takes", "interpreting", "interrupt_gloo", "is_all_true", "is_boxed",
@@ -740,3 +741,15 @@ def test_masks_as_they_are() -> None:
             False, False, True, False,
         ]  # fmt: skip
     assert torch.nn.modules.transformer._detect_is_causal_mask is detect and detect(causal)
+
+
+def test_flex_attention_as() -> None:
+    """Also where its name was imported to, and where it is compiled; its signature is torch's."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    calls: list[Any] = []
+    with compat.flex_attention_as(lambda *args, **kwargs: calls.append((args, kwargs))):
+        flex_attention("q", "k", "v", scale=2.0)  # type: ignore[call-overload]
+    assert calls == [(("q", "k", "v", None, None, 2.0, False, False, None), {"return_aux": None})]
+    q = torch.ones(1, 1, 4, 8)
+    assert torch.equal(flex_attention(q, q, q), q)

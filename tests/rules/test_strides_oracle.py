@@ -11,6 +11,7 @@ import torch
 from autopar.errors import InvalidRuleError
 from autopar.ir.ops.attention import attention, attention_backward, attention_drawing_backward
 from autopar.ir.ops.routing import collect
+from autopar.ir.ops.sequence.masked_attention import attention_masked, attention_masked_backward
 from autopar.rules.oracle.call import map_tensors, rule_of
 from autopar.rules.oracle.strides import check_strides
 from autopar.rules.rule import ANY, LAST, MATRIX, PAIRS, ROW_MAJOR, Rule, find_rule, required_strides, rule
@@ -72,6 +73,9 @@ ON_GPUS_ONLY = {
 
 def is_formula(sample: Sample) -> bool:
     """Whether attention is computed by its formula on a CPU: with the bias's gradient, and values of their own size."""
+    if sample.target in (attention_masked, attention_masked_backward):
+        query, _, value = sample.args[sample.target is attention_masked_backward :][:3]
+        return query.shape[-1] != value.shape[-1]
     if sample.target is attention_backward:
         return sample.args[-1] or sample.args[1].shape[-1] != sample.args[3].shape[-1]
     return sample.target is attention and sample.args[0].shape[-1] != sample.args[2].shape[-1]

@@ -25,6 +25,7 @@ from autopar.ir.ops.collectives import COALESCED, IN_PLACE, c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.random import replayed, seeded
 from autopar.ir.ops.rows import WRITES_ROWS, new_rows
+from autopar.ir.ops.sequence import masked_attention
 from autopar.ir.ops.sequence.send_block import send_block
 from autopar.ir.program import Program
 from autopar.ir.quantized.operators import QUANTIZERS
@@ -73,7 +74,7 @@ OTHERWISE = frozenset({
 LAST_RESULTS = frozenset({
     aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
-    attention.attention, attention.attention_drawing,
+    attention.attention, attention.attention_drawing, masked_attention.attention_masked,
 })  # fmt: skip
 """Attention, in whose output the last dim is contiguous, whatever the others."""
 
@@ -81,7 +82,9 @@ _CHANNELS_LAST = (4, 5)
 """Numbers of dims with which a tensor may be in channels-last order: of others a concatenation is row-major."""
 
 _ATTENTION = frozenset({
-    attention.attention, attention.attention_backward, attention.attention_drawing, attention.attention_drawing_backward
+    attention.attention, attention.attention_backward, attention.attention_drawing,
+    attention.attention_drawing_backward,
+    masked_attention.attention_masked, masked_attention.attention_masked_backward,
 })  # fmt: skip
 """Our operators whose kernels ask for strides."""
 
