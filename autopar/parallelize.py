@@ -17,6 +17,7 @@ from autopar.capture.swap import refuse_scripted
 from autopar.compiler import check_planning, default_memory
 from autopar.costs.arguments import FLAG, FUNCTION, PATH, a, number, optional, require
 from autopar.costs.budget import DefaultBudget
+from autopar.costs.calibrate.allocator import keep_freed_memory
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import parse_bytes
 from autopar.errors import PlanError
@@ -142,6 +143,8 @@ def parallelize(
     role = (search or Search()).worker_role if given is None else given.worker_role
     search, workers = _within_worker(search or Search(), given, mesh)
     context = one_device(_device(model)) if mesh is None else _mesh_context(mesh, given, search, timeout, workers, role)
+    if context.device.type == "cpu":
+        keep_freed_memory()
     _check_devices(model, context)
     machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
     if given is not None:
