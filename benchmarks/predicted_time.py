@@ -62,7 +62,9 @@ def measure(
         work: what each process does in that folder, for so many rounds; the first writes ``rows.json``.
         table: of these rows.
     """
-    parser.add_argument("--delay", type=float, default=0.0, metavar="MS", help="of the link between pairs, there and back")
+    parser.add_argument(
+        "--delay", type=float, default=0.0, metavar="MS", help="of the link between pairs, there and back"
+    )
     parser.add_argument("--cluster", type=Path, metavar="FILE.toml", help="calibrated before; default: calibrate")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default: 7)")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds for each part")

@@ -138,8 +138,8 @@ class Link:
             where processes share cores, milliseconds.
         occupies: share of a collective's seconds for which it takes the device from the kernels beside it: a library on
             a CPU runs on the same cores. They take so much longer; 0: it hides behind them for nothing.
-        factors: by collective, how many times as long as its form in `autopar.costs.collectives` it takes: libraries have
-            other algorithms, and Gloo's reduce-scatter is an all-reduce. 1 for those that are not named.
+        factors: by collective, how many times as long as its form in `autopar.costs.collectives` it takes: libraries
+            have other algorithms, and Gloo's reduce-scatter is an all-reduce. 1 for those that are not named.
         neighbors: how many devices of the group are in each node; what `Cluster.link_for` finds out, not stated.
 
     Raises:
