@@ -5,8 +5,8 @@ do). The model's graph is captured with two blocks for each shape, planned with 
 `autopar plan --recipe megatron` does. What no datasheet says of the device and its links is fitted, robustly, to half
 of the rows, and reported of the other half; then the halves change places. Assumed, since the data does not say:
 everything recomputed on several nodes and nothing on one; kernels that a compiler fuses on several nodes, where
-Megatron has its own, and kernels as the graph has them on one; 16-bit gradients; a vocabulary of 51200, but of 50257, which is
-not padded, on one node without tensor parallelism.
+Megatron has its own, and kernels as the graph has them on one; 16-bit gradients; a vocabulary of 51200, but of 50257,
+which is not padded, on one node without tensor parallelism.
 """
 
 from __future__ import annotations
