@@ -17,6 +17,7 @@ from autopar.capture.swap import refuse_scripted
 from autopar.compiler import check_planning, default_memory
 from autopar.costs.arguments import FLAG, FUNCTION, PATH, a, number, optional, require
 from autopar.costs.budget import DefaultBudget
+from autopar.costs.calibrate.allocator import keep_freed_memory
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import parse_bytes
 from autopar.errors import PlanError
@@ -126,6 +127,8 @@ def parallelize(
     _check_optimizers(model)
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
     context, search = _context(model, mesh, given, search or Search(), timeout)
+    if context.device.type == "cpu":
+        keep_freed_memory()
     _check_devices(model, context)
     machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
     if given is not None:

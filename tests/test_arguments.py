@@ -115,6 +115,7 @@ OF_LINK: dict[str, list[Any]] = {
     "name": [1, "", "a\nb", None], "bandwidth": [0, INF, *NO_NUMBER], "latency": [0, INF, *NO_NUMBER],
     "algorithms": ["ring", (), ("bruck",), 1, None, (1,)], "copies": [INF, *NO_NUMBER], "contention": [INF, *NO_NUMBER],
     "wait": [-1.0, INF, *NO_NUMBER], "occupies": [-0.1, 1.1, INF, *NO_NUMBER],
+    "factors": [1, None, "x", {"all_reduce": 0}, {"all_reduce": NAN}, {"bruck": 1.0}],
 }  # fmt: skip
 H100 = Cluster.preset("h100")
 OF_CLUSTER: dict[str, list[Any]] = {
