@@ -298,7 +298,7 @@ class Redistributions:
         for end, move in arcs.items():
             local[end] = move.kind == "slice"
         at, target = step, np.arange(len(self.layouts))[None, :]
-        found = np.isfinite(distance) & np.take_along_axis(local, at, 1)
+        found: NDArray[np.bool_] = np.isfinite(distance) & np.take_along_axis(local, at, 1)
         while (at != target).any():
             following = np.where(np.isfinite(distance), step[at, target], target)
             found &= local[at, following]

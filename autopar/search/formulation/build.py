@@ -31,6 +31,10 @@ from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.redistribute import Kinds, Tables
 
 
+MOST_AXES = 2
+"""On up to this many axes a reader that takes a value as it was made, beside a consumer layout, pays nothing."""
+
+
 @dataclass(frozen=True)
 class Formulation:
     """The problem, and what its variables mean.
@@ -118,11 +122,12 @@ def _with_readers_as_made(
 ) -> tuple[Variable, ...]:
     """The variables; consumer layouts tell in which layout their value is made where readers may take it so for less.
 
-    Else they would be charged for a slice of the moved value, which no plan takes.
+    Else they would be charged for a slice of the moved value, which no plan takes. On three axes these labels are so
+    many that other gaps become wider than what they close.
     """
     known = {v.key: v for v in variables}
     for c in joined:
-        if not c.shares(context):
+        if not c.shares(context) or len(context.sizes) > MOST_AXES:
             continue
         source, consumer = known[c.source], known[c.target]
         read = [known[d.target].ports[d.into] for d in joined if d.source == c.target]
