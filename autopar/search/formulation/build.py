@@ -30,7 +30,6 @@ from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.redistribute import Kinds, Tables
 
-
 MOST_AXES = 2
 """On up to this many axes a reader that takes a value as it was made, beside a consumer layout, pays nothing."""
 
