@@ -354,6 +354,21 @@ class Redistributions:
         """``[layouts, layouts]``: time from row to column; inf where there is none (nothing becomes Partial)."""
         return self._solved[0]
 
+    @cached_property
+    def sliced(self) -> NDArray[np.bool_]:
+        """``[layouts, layouts]``: whether nothing is sent along the path from row to column."""
+        distance, step, arcs = self._solved
+        local = np.eye(len(self.layouts), dtype=bool)
+        for end, move in arcs.items():
+            local[end] = move.kind == "slice"
+        at, target = step, np.arange(len(self.layouts))[None, :]
+        found: NDArray[np.bool_] = np.isfinite(distance) & np.take_along_axis(local, at, 1)
+        while (at != target).any():
+            following = np.where(np.isfinite(distance), step[at, target], target)
+            found &= local[at, following]
+            at = following
+        return found
+
     def apart(self, chunks: Kinds = frozenset()) -> NDArray[np.float64]:
         """``[2 + 3 axes, layouts, layouts]``: along each path seconds as `chunked_seconds` tells them apart."""
         if chunks in self._apart:
