@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.costs.arguments import AXES as ANY_AXES
 from autopar.costs.arguments import a, optional, require
 from autopar.runtime.backends import GLOO, MPI, NCCL, SERVES, require_backend
-from autopar.runtime.launch.environment import AXES, BACKEND, TIMEOUT, parse_axes, require_world, started_by_mpi
+from autopar.runtime.launch.environment import AXES, BACKEND, TIMEOUT, axes_of_world, require_world, started_by_mpi
 
 GPU, CPU = "cuda", "cpu"
 
@@ -73,7 +73,7 @@ def mesh(
 def axes_of_run(world: int, kind: str) -> dict[str, int]:
     """The axes that the launcher names, or one for the nodes and one for the devices of a node."""
     if text := os.environ.get(AXES):
-        return parse_axes(text, AXES)
+        return axes_of_world(text, world, AXES)
     name, local = "gpu" if kind == GPU else "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", world))
     # Links within a node are others than those between nodes; with nodes of several sizes there is no such mesh.
     return {"node": world // local, name: local} if 1 < local < world and world % local == 0 else {name: world}
