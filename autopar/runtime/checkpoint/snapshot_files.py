@@ -180,6 +180,6 @@ def lacking(shapes: Mapping[str, Iterable[int]], held: Iterable[Mapping[str, Box
     """
     found: dict[str, set[Box]] = {name: set() for name in shapes}
     for boxes in held:
-        for name, box in boxes.items():
-            found[name].add(box)
+        for name in shapes.keys() & boxes.keys():
+            found[name].add(boxes[name])
     return [n for n, shape in shapes.items() if sum(box.elements for box in found[n]) != math.prod(shape)]
