@@ -1,4 +1,4 @@
-"""`autopar.elastic` in one process that is started anew; tests/distributed/test_elastic.py has several, and lost ones."""
+"""`autopar.elastic` in one process that is started anew; tests/distributed/test_elastic.py has several nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes of one run on this machine: each an ``autopar run --elastic`` with one process, which can be lost and come back."""
+"""Nodes of a run on this machine: each an ``autopar run --elastic`` with one process, which can be lost or join."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def train(model, optimizer, scheduler, sampler, data):
 
 SCRIPT = (
     MODEL
-    + '''
+    + """
 import json, os, sys, time
 import autopar
 
@@ -85,7 +85,7 @@ log, total, pause, settings = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]),
 
 def distribute(model, batch):
     search = autopar.Search(recipe=settings.pop("recipe", None))
-    return autopar.parallelize(model, autopar.mesh(), batch, deterministic=True, timeout=60, search=search)
+    return autopar.parallelize(model, autopar.mesh(), batch, deterministic=True, timeout=300, search=search)
 
 
 def say(**facts):
@@ -103,7 +103,7 @@ for step in run.steps(total):
     say(step=step, loss=train(model, optimizer, scheduler, sampler, data), lr=scheduler.get_last_lr()[0])
 state = {n: v.tolist() for n, v in model.full_state_dict().items()}
 say(state=state)
-'''
+"""
 )
 
 
@@ -134,7 +134,15 @@ class Nodes:
     """
 
     def __init__(
-        self, folder: Path, least: int, most: int, total: int, *, pause: float = 0.0, stable: bool = True, **settings: Any
+        self,
+        folder: Path,
+        least: int,
+        most: int,
+        total: int,
+        *,
+        pause: float = 0.0,
+        stable: bool = True,
+        **settings: Any,
     ) -> None:
         self.folder, self.log = folder, folder / "log"
         (folder / "script.py").write_text(SCRIPT)
@@ -144,11 +152,13 @@ class Nodes:
             self.at = f"127.0.0.1:{free.getsockname()[1]}"
         self.command = [
             sys.executable, "-m", "autopar.cli", "run", "--elastic", f"{least}:{most}", "--nproc", "1",
-            "--rendezvous", self.at, "--axes", "data=*", "--timeout", "200", "script.py",
+            "--rendezvous", self.at, "--axes", "data=*", "--timeout", "600", "script.py",
             str(self.log), str(total), str(pause), json.dumps(settings),
         ]  # fmt: skip
         self.nodes: list[Node] = []
-        self.keeper = self._start([sys.executable, "-m", "autopar.cli", "rendezvous", self.at], "keeper") if stable else None
+        self.keeper = (
+            self._start([sys.executable, "-m", "autopar.cli", "rendezvous", self.at], "keeper") if stable else None
+        )
         if self.keeper is not None:
             self.wait(self._is_open, "the rendezvous")
 
@@ -193,11 +203,15 @@ class Nodes:
         """Where each start of the run has begun, as its first rank says."""
         return [f for f in self.facts("begins") if f["rank"] == 0]
 
+    def last_step(self) -> int:
+        """The last step that any process has done; -1: none."""
+        return max((f["step"] for f in self.facts("step")), default=-1)
+
     def processes(self) -> int:
         """How many processes of the script there have been."""
         return len(self.facts("pid"))
 
-    def wait(self, done: Callable[[], Any], what: str, seconds: float = 300.0) -> None:
+    def wait(self, done: Callable[[], Any], what: str, seconds: float = 900.0) -> None:
         """Wait until something is so; what the nodes have said is in the error."""
         deadline = time.monotonic() + seconds
         while not done():
@@ -219,7 +233,9 @@ class Nodes:
     def finish(self) -> None:
         """Wait until those that are left have ended well."""
         left = self.alive()
-        self.wait(lambda: not self.alive(), "end", 400)
+        deadline = time.monotonic() + 900
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.1)
         codes = [self.nodes[i].process.returncode for i in left]
         assert codes == [0] * len(left), self.said()
 

@@ -23,9 +23,9 @@ from autopar.runtime.launch.snapshot_folder import snapshot_folder
 LOCAL = "localhost:0"
 """Where processes of one node meet: at a port that is free."""
 
-COME_AND_GO = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 5, "read_timeout": 60}
+COME_AND_GO = {"last_call_timeout": 3, "keep_alive_interval": 2, "keep_alive_max_attempt": 4, "read_timeout": 60}
 """Of torch's rendezvous, in seconds, where nodes come and go: how long those that have met wait for more of them, and
-how often a node says that it is there. One that has not said so five times is gone."""
+how often a node says that it is there. One that has not said so four times is gone."""
 
 
 @dataclass(frozen=True)

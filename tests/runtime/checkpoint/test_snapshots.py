@@ -82,7 +82,9 @@ def test_any_parts_from_any_ranks_that_have_them() -> None:
 def test_one_process_takes_all_of_its_files(tmp_path: Path) -> None:
     x = torch.arange(12.0).view(4, 3)
     files = [
-        write_snapshot(tmp_path, Moment(3, 1, "ab"), r, {}, {"x": (box, x[box.within(box_of(x))]), "n": (box_of(x[0, 0]), x[0, 1])})
+        write_snapshot(
+            tmp_path, Moment(3, 1, "ab"), r, {}, {"x": (box, x[box.within(box_of(x))]), "n": (box_of(x[0, 0]), x[0, 1])}
+        )
         for r, box in enumerate(grid(x.shape, (3, 1)))
     ]
     snapshots = [read_snapshot(f) for f in files]
@@ -99,7 +101,11 @@ def test_one_process_takes_all_of_its_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn])
 def test_a_file_gives_back_what_was_written(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {"a": torch.randint(0, 2, (5, 3)).to(dtype), "b": torch.ones(()).to(dtype), "c": torch.zeros(0, 3).to(dtype)}
+    tensors = {
+        "a": torch.randint(0, 2, (5, 3)).to(dtype),
+        "b": torch.ones(()).to(dtype),
+        "c": torch.zeros(0, 3).to(dtype),
+    }
     about = {"manifest": "{}", "alike": True}
     path = write_snapshot(tmp_path, Moment(7, 2, "cd"), 5, about, {n: (box_of(t), t) for n, t in tensors.items()})
     (tmp_path / "half.partial").write_bytes(b"x")
@@ -116,8 +122,10 @@ def test_a_file_that_has_no_room_is_an_error_that_says_so(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.open", full)
-    with pytest.raises(AutoparError, match="a snapshot of 64 bytes could not be written to .*: No space left .* room"):
-        write_snapshot(tmp_path, Moment(0, 1, "x"), 0, {}, {"a": (Box((0,), (8,)), torch.zeros(8, dtype=torch.float64))})
+    with pytest.raises(AutoparError, match=r"a snapshot of 64 bytes could not be written to .*: No space left .* room"):
+        write_snapshot(
+            tmp_path, Moment(0, 1, "x"), 0, {}, {"a": (Box((0,), (8,)), torch.zeros(8, dtype=torch.float64))}
+        )
 
 
 def test_what_is_missing() -> None:
