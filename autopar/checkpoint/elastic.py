@@ -239,14 +239,14 @@ class _Held:
 
     Attributes:
         moment: of all parts.
+        known: what else there is than tensors.
         own: this rank's files.
-        ranks: of each rank, whose files it has.
         boxes: of each rank, which parts of each tensor.
     """
 
     moment: Moment
+    known: Manifest
     own: tuple[Snapshot, ...]
-    ranks: list[list[int]]
     boxes: list[dict[str, list[Box]]]
 
     @property
@@ -285,18 +285,19 @@ class _Memory:
 
     def find(self) -> _Held | None:
         """The last step of which all parts are there; None: there is none, and `lost` says why."""
-        facts = [(s.moment, s.rank, s.boxes, s.about["manifest"]) for s in self._own_files()]
+        facts = [(s.moment, s.boxes) for s in self._own_files()]
         every_rank = self._context.gather(facts, "what there is in memory")
-        moments = sorted({m for own in every_rank for m, *_ in own}, reverse=True)
-        for moment in moments:
-            of_moment = [[f for f in own if f[0] == moment] for own in every_rank]
-            text = next(manifest for own in of_moment for *_, manifest in own)
-            shapes = {n: shape for n, (_, *shape) in Manifest.of(text, self.folder).tensors.items()}
-            missing = lacking(shapes, (boxes for own in of_moment for _, _, boxes, _ in own))
+        for moment in sorted({m for of_rank in every_rank for m, _ in of_rank}, reverse=True):
+            held = [[boxes for m, boxes in of_rank if m == moment] for of_rank in every_rank]
+            own = tuple(s for s in self._own_files() if s.moment == moment)
+            # Of those that have it the first tells the others.
+            tells = self._context.rank == next(rank for rank, parts in enumerate(held) if parts)
+            texts = self._context.gather(own[0].about["manifest"] if tells else None, "the state in memory")
+            known = Manifest.of(next(t for t in texts if t is not None), self.folder / f"step {moment.step}")
+            shapes = {n: shape for n, (_, *shape) in known.tensors.items()}
+            missing = lacking(shapes, (boxes for parts in held for boxes in parts))
             if not missing:
-                own = tuple(s for s in self._own_files() if s.moment == moment)
-                held = [_together([boxes for _, _, boxes, _ in parts]) for parts in of_moment]
-                return _Held(moment, own, [[rank for _, rank, *_ in parts] for parts in of_moment], held)
+                return _Held(moment, known, own, [_together(parts) for parts in held])
             more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
             self.lost = self.lost or f"parts of {missing[0]!r}{more} of step {moment.step} are lost with a node"
         return None
@@ -308,8 +309,6 @@ class _Memory:
 
     def restore(self, found: _Held, optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Any]) -> bool:
         """Take up a step; whether random generators go on as they were."""
-        texts = self._context.gather(found.own[0].about["manifest"] if found.own else None, "the state in memory")
-        known = Manifest.of(next(text for text in texts if text is not None), self.folder)
 
         def read(tensors: dict[str, torch.Tensor]) -> None:
             boxes = {name: box_of(tensor) for name, tensor in tensors.items()}
@@ -318,7 +317,7 @@ class _Memory:
             with torch.no_grad():
                 exchange(self._context, group_of_model(self._model), local, needed, found.boxes, self._part(found))
 
-        take_back(self._model, optimizer, stateful, known, read, "elastic()")
+        take_back(self._model, optimizer, stateful, found.known, read, "elastic()")
         return self._restore_generators(found)
 
     @staticmethod

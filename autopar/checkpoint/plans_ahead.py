@@ -15,6 +15,7 @@ from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.ir.signature.binding import Arguments
 from autopar.module.parallel_module import ParallelModule
+from autopar.runtime.checkpoint import folders
 from autopar.runtime.launch.environment import NODES, parse_range
 from autopar.runtime.launch.mesh import axes_of_run
 from autopar.runtime.mesh import MeshContext, one_device
@@ -61,7 +62,7 @@ def plan_other_worlds(model: ParallelModule, ahead: int, folder: Path | None) ->
         for name, plan in plans:
             if not (where / name).exists():
                 cache.store(where / name, Plan.from_dict(plan))
-        note.write_text(json.dumps(sorted({*known, *lacking})), encoding="utf-8")
+        folders.write(note, json.dumps(sorted({*known, *lacking})))
     return lacking
 
 

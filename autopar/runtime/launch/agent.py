@@ -23,9 +23,14 @@ from autopar.runtime.launch.snapshot_folder import snapshot_folder
 LOCAL = "localhost:0"
 """Where processes of one node meet: at a port that is free."""
 
-COME_AND_GO = {"last_call_timeout": 3, "keep_alive_interval": 2, "keep_alive_max_attempt": 4, "read_timeout": 60}
+COME_AND_GO = {"last_call_timeout": 3, "keep_alive_interval": 3, "keep_alive_max_attempt": 5, "read_timeout": 60}
 """Of torch's rendezvous, in seconds, where nodes come and go: how long those that have met wait for more of them, and
-how often a node says that it is there. One that has not said so four times is gone."""
+how often a node says that it is there. One that has not said so five times is gone: on a machine that is so busy that
+launchers come to nothing for seconds, fewer would take living ones for gone."""
+
+TOGETHER = 120.0
+"""The most seconds that processes wait for each other when they have been started, where nodes come and go: of a node
+that is lost then, nobody but they hears."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,10 @@ def launch(wanted: Launch, script: str, arguments: Sequence[str], *, is_module: 
         except elastic.SignalException as stop:
             sys.stderr.write("stopped\n")
             return 128 + int(stop.sigval)
+        except AttributeError as error:
+            # Torch's launcher has no result for a node that was one too many when the run ended.
+            if wanted.fewest is None or "is_failed" not in str(error):
+                raise
         except elastic.RendezvousError as error:
             if wanted.fewest is None:
                 raise
@@ -171,7 +180,7 @@ def _environment(launch: Launch, folder: str, told: bool, snapshots: Path | None
     wanted = {
         FAILURES: folder,
         PROGRESS: "1" if told else "0",
-        TIMEOUT: str(launch.timeout),
+        TIMEOUT: str(launch.timeout if launch.fewest is None else min(launch.timeout, TOGETHER)),
         QUIET: "1" if launch.quiet else "0",
         # The agent's store has no prefix for each attempt: processes that are restarted would meet those of before.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
