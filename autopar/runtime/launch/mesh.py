@@ -92,7 +92,7 @@ def _require_enough(world: int) -> None:
         fewest = parse_range(text, NODES)[0] * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if world < fewest:
             raise RankError(
-                f"{world} processes are left of a run that needs {fewest}: a node was lost when they met; they meet again"
+                f"{world} processes are left of a run that needs {fewest}: a node was lost as they met; all meet again"
             )
 
 
