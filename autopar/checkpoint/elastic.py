@@ -330,16 +330,16 @@ class _Memory:
     def _restore_generators(self, found: _Held) -> bool:
         own = {s.rank: _states(s, OWN) for s in found.own}
         first = next(((_states(s, FIRST), s.about["alike"], s.about["world"]) for s in found.own), None)
+        rank = self._context.rank
         facts = self._context.gather((own, first), "states of random generators")
         known = {rank: states for of_rank, _ in facts for rank, states in of_rank.items()}
         of_first, alike, world = next(told for _, told in facts if told is not None)
-        if alike:
-            generators.restore(of_first)
-            return True
         known[0] = of_first
-        if self._context.rank in known:
-            generators.restore(known[self._context.rank])
-        return world == math.prod(self._context.sizes) and known.keys() == set(range(world))
+        # A generator that is in one state on all ranks, as after manual_seed, is so on all ranks that there are now;
+        # of another one each rank has its own.
+        generators.restore({**known.get(rank, {}), **{name: of_first[name] for name in alike}})
+        complete = world == math.prod(self._context.sizes) and known.keys() == set(range(world))
+        return complete or len(alike) == len(of_first)
 
     def keep(self, optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Any], step: int) -> None:
         """Write the state after a step, in place of that of the one before the last; every rank calls it."""
@@ -348,9 +348,10 @@ class _Memory:
         random = generators.states()
         # Behind these all ranks have done the step, and written what was to be written before it.
         manifest, first = context.decide(lambda: (describe(list(random)), random), "a snapshot of the state")
-        alike = len(set(context.gather(_digest(random), "the states of random generators"))) == 1
+        digests = context.gather({n: _digest(s) for n, s in random.items()}, "the states of random generators")
+        alike = [n for n in first if all(of_rank.get(n) == digests[0][n] for of_rank in digests)]
         parts = {name: (box_of(t), t.to_local() if isinstance(t, DTensor) else t) for name, t in tensors.items()}
-        for prefix, states in ((OWN, random), *(() if alike else ((FIRST, first),))):
+        for prefix, states in ((OWN, random), (FIRST, first)):
             parts |= {f"{prefix}{n}": (box_of(state), state) for n, state in states.items()}
         about = {"manifest": manifest, "alike": alike, "world": math.prod(context.sizes)}
         for path in self._written.pop(0):
@@ -377,14 +378,9 @@ def _together(parts: list[dict[str, Box]]) -> dict[str, list[Box]]:
 
 
 def _states(snapshot: Snapshot, prefix: str) -> dict[str, torch.Tensor]:
-    """States of random generators, by name; those of the first rank are each rank's where all are alike."""
-    if prefix == FIRST and snapshot.about["alike"]:
-        prefix = OWN
+    """States of random generators, by name."""
     return {n.removeprefix(prefix): snapshot.tensor(n).clone() for n in snapshot.boxes if n.startswith(prefix)}
 
 
-def _digest(states: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, state in sorted(states.items()):
-        digest.update(name.encode() + state.cpu().numpy().tobytes())
-    return digest.hexdigest()
+def _digest(state: torch.Tensor) -> str:
+    return hashlib.sha256(state.cpu().numpy().tobytes()).hexdigest()

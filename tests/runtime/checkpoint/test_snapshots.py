@@ -106,7 +106,7 @@ def test_a_file_gives_back_what_was_written(dtype: torch.dtype, tmp_path: Path) 
         "b": torch.ones(()).to(dtype),
         "c": torch.zeros(0, 3).to(dtype),
     }
-    about = {"manifest": "{}", "alike": True}
+    about = {"manifest": "{}", "alike": ["python"]}
     path = write_snapshot(tmp_path, Moment(7, 2, "cd"), 5, about, {n: (box_of(t), t) for n, t in tensors.items()})
     (tmp_path / "half.partial").write_bytes(b"x")
     (found,) = snapshots_in(tmp_path)
