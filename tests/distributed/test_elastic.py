@@ -57,6 +57,7 @@ def go(rank: int, nodes: str, folder: str, seed: int, total: int, settings: dict
     return begins, source, losses, run.whole()
 
 
+@pytest.mark.deep
 def test_other_worlds_under_random_plans(ranks: Ranks, tmp_path: Path) -> None:
     losses: dict[int, float] = {}
     # Of a node that is lost, with all that it had, the next one has a copy.
@@ -101,6 +102,7 @@ def lost_shards(rank: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.deep
 def test_shards_that_nobody_has(ranks: Ranks, tmp_path: Path) -> None:
     for without, with_folder in ranks.run(lost_shards, str(tmp_path)):
         assert "of step 3 are lost with a node, and there is no checkpoint to go back to" in without
