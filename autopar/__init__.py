@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autopar import _former_paths
 
 if TYPE_CHECKING:
+    from autopar.checkpoint.elastic import elastic
     from autopar.compiler import plan
     from autopar.costs.cluster import Cluster
     from autopar.errors import (
@@ -65,6 +66,7 @@ __all__ = [
     "Search",
     "Spec",
     "VerifyError",
+    "elastic",
     "mesh",
     "parallelize",
     "plan",
@@ -73,6 +75,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "autopar.checkpoint.elastic": "elastic",
     "autopar.compiler": "plan",
     "autopar.costs.cluster": "Cluster",
     "autopar.errors": "AutoparError CaptureError CertificateError DeadlockError InfeasibleError InvalidRuleError "

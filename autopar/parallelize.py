@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
-from autopar.compiler import check_planning, default_memory
+from autopar.compiler import check_planning
 from autopar.costs.arguments import FLAG, FUNCTION, PATH, a, number, optional, require
-from autopar.costs.budget import DefaultBudget
 from autopar.costs.calibrate.allocator import keep_freed_memory
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import parse_bytes
@@ -32,7 +30,7 @@ from autopar.module.whole_outputs import gather_outputs_without_loss
 from autopar.runtime.compiled.backend import Compile, backend_of, no_backend
 from autopar.runtime.compiled.compiler import Compiler
 from autopar.runtime.compiled.interpreter import Interpreter
-from autopar.runtime.devices import cluster_of_device, reserve_of_device
+from autopar.runtime.devices import cluster_of_device
 from autopar.runtime.launch.environment import is_told
 from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes, worker_context
 from autopar.runtime.observer import Observer
@@ -42,7 +40,7 @@ from autopar.runtime.state.parameters import distribute_parameters
 from autopar.search.formulation.local_axes import Axes, exact_roles
 from autopar.search.options import Search
 from autopar.search.pipeline.space import is_split_for_stages, split_for_stages
-from autopar.specialize import CompileOptions
+from autopar.specialize import CompileOptions, default_budget
 
 
 def parallelize(
@@ -139,7 +137,7 @@ def parallelize(
     if policy is not None:
         _store_in(policy, model)
     machine.require_mesh(dict(context.axes))
-    budget = _budget(context, machine) if memory is None else parse_bytes(memory)
+    budget = default_budget(context, machine) if memory is None else parse_bytes(memory)
     options = CompileOptions(
         machine, budget, optimizer, search, given, loss_fn, inputs,
         # On one device both ways draw the same, and the default generator needs no seeds.
@@ -278,15 +276,6 @@ def _cluster(context: MeshContext) -> Cluster:
         return cluster_of_device(context.device)
     # Together: a device of no preset on one rank is an error on all.
     return context.together(lambda: cluster_of_device(context.device), "choosing a preset")
-
-
-def _budget(context: MeshContext, machine: Cluster) -> DefaultBudget:
-    """Bytes that a device may use by default; of several kinds, that with the least memory by the cluster's figures."""
-    if machine.groups:
-        return default_memory(machine, dict(context.axes))
-    world = dist.get_world_size() if context.mesh is not None else 1
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return DefaultBudget(reserve_of_device(context.device, dict(context.axes), processes))
 
 
 def _within_worker(search: Search, plan: Plan | None, mesh: DeviceMesh | None) -> tuple[Search, Axes]:

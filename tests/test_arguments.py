@@ -197,6 +197,10 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
         ("checkpoint.save", checkpoint.save, {"folder": "x", "model": module}, save),
         ("checkpoint.load", checkpoint.load, {"folder": "x", "model": module}, {
             **state, "folder": [None, *NO_PATH], "sampler": [1, None, {}]}),
+        ("elastic", autopar.elastic, {"model": module}, {
+            **state, "folder": NO_PATH, "save_every": [0, None, *NO_WHOLE], "keep": [0, None, *NO_WHOLE],
+            "every": [0, None, *NO_WHOLE], "copies": [None, *NO_WHOLE], "ahead": [None, *NO_WHOLE],
+            "sampler": [1, None, {}, Awkward()]}),
         ("checkpoint.torch_save", checkpoint.torch_save, {"checkpoint": {}, "path": "x", "model": module}, {
             "path": [None, *NO_PATH], "model": NO_MODEL}),
         ("checkpoint.export_safetensors", checkpoint.export_safetensors, {"folder": "x", "model": module}, {
