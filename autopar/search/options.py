@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,9 @@ class Search:
         cache: a plan that was found before for the same program, cluster and options is read, see
             `autopar.search.cache`.
         inexact: choices that change the numbers, and are refused unless they are named: ``local``, the role.
+        imbalance: how many times as many tokens as in the mean the device gets whose experts get most, of those that
+            split a mixture's experts; or how many tokens each expert got, as measured. Time and memory are those of
+            that device. Default: all get equally many.
     """
 
     time_limit: float = 60.0
@@ -96,6 +100,7 @@ class Search:
     check: bool = False
     cache: bool = True
     inexact: tuple[str, ...] = ()
+    imbalance: float | Sequence[float] = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what is of the wrong type or out of range, and words that do not exist."""
@@ -111,6 +116,7 @@ class Search:
             check=(self.check, FLAG),
             cache=(self.cache, FLAG),
             inexact=(self.inexact, a((tuple, list), "a tuple of texts, such as ('local',)")),
+            imbalance=(self.imbalance, _imbalance),
         )
         check_inexact(tuple(self.inexact), self.roles)
         for axis, role in self.roles.items():
@@ -190,6 +196,13 @@ class Search:
         return workers, within or {"device": 1}, replace(self, roles=exact_roles(self.roles))
 
     @property
+    def load(self) -> tuple[float, ...]:
+        """``imbalance`` as `autopar.ir.layout.imbalance_of` takes it."""
+        if isinstance(self.imbalance, int | float):
+            return () if self.imbalance == 1 else (float(self.imbalance),)
+        return tuple(map(float, self.imbalance))
+
+    @property
     def recompute(self) -> str:
         """What may be recomputed in the backward pass where memory is short: the pin ``recompute``.
 
@@ -265,6 +278,17 @@ def _by_name(value: Any) -> str | None:
 
 
 _BY_NAME: Kind = _by_name
+
+
+def _imbalance(value: Any) -> str | None:
+    if isinstance(value, int | float):
+        fine = not isinstance(value, bool) and 1 <= value < math.inf
+    else:
+        fine = isinstance(value, list | tuple) and len(value) > 1
+        fine = fine and all(type(n) in (int, float) and 0 <= n < math.inf for n in value) and sum(value) > 0
+    return (
+        None if fine else "a number of at least 1, such as 1.3, or how many tokens each expert got, as [310, 202, ...]"
+    )
 
 
 def silent(phase: str, incumbent: float, bound: float) -> None:

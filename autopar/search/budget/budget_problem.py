@@ -69,7 +69,8 @@ class BudgetProblem:
     ) -> BudgetProblem:
         """The problem of a job, whose time limit begins now."""
         axes, search = job.axes, job.search
-        machine = Machine(tuple(axes), tuple(axes.values()), job.cluster.link_for(dict(axes)), job.cluster.device)
+        links = job.cluster.link_for(dict(axes))
+        machine = Machine(tuple(axes), tuple(axes.values()), links, job.cluster.device, search.load)
         limits = Limits(search.gap, time.monotonic() + search.time_limit)
         return BudgetProblem(program, dims, classes, Tables(machine), limits, job, weights=weights)
 
