@@ -224,6 +224,7 @@ class Plan:
         workers: name and size of the mesh axis of workers (role ``local`` or ``compressed``), outside of ``axes``: each
             has all of ``axes`` to itself, and the plan is one worker's, for its part of the batch. Empty: none do.
         worker_role: of this axis: workers train apart, or exchange compressed gradients.
+        expert_load: of experts, which time and memory are predicted with, see `autopar.ir.layout.imbalance_of`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -251,6 +252,7 @@ class Plan:
     fused: bool = False
     workers: tuple[tuple[str, int], ...] = ()
     worker_role: str = "local"
+    expert_load: tuple[float, ...] = ()
 
     def of_workers(self, workers: tuple[tuple[str, int], ...], role: str) -> Plan:
         """The plan as that of each of some workers, whose axis has this role; the certificate says what that means."""
@@ -315,6 +317,7 @@ class Plan:
         data["fused"] = self.fused
         data["scatter"] = None if self.scatter is None else asdict(self.scatter)
         data["workers"], data["worker_role"] = dict(self.workers), self.worker_role
+        data["expert_load"] = list(self.expert_load)
         data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         for name in ("recompute", "offload"):
@@ -498,6 +501,7 @@ class _File:
     forced_consumer_layouts: tuple[str, ...] = ()
     workers: Mapping[str, Annotated[int, msgspec.Meta(ge=1, lt=2**31)]] = field(default_factory=dict)
     worker_role: Literal["local", "compressed"] = "local"
+    expert_load: tuple[float, ...] = ()
     recompute: Ranges = field(default_factory=dict)
     offload: Ranges = field(default_factory=dict)
 
