@@ -110,25 +110,33 @@ Collect = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 class Layer(nn.Module):
     """A mixture of experts by grouped products, as training loops write it."""
 
-    def __init__(self, collect: Collect, ends: Callable[[Tensor], Tensor] = counted, k: int = 2, bias: bool = False):
+    def __init__(
+        self,
+        collect: Collect,
+        ends: Callable[[Tensor], Tensor] = counted,
+        k: int = 2,
+        bias: bool = False,
+        sizes: tuple[int, int, int] = (HIDDEN, EXPERTS, 4),
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 4) / 3)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 4, HIDDEN) / 2)
-        self.bias = nn.Parameter(torch.randn(EXPERTS, 4)) if bias else None
-        self.load = nn.Buffer(torch.zeros(EXPERTS))
+        hidden, experts, inner = sizes
+        self.gate = nn.Linear(hidden, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, hidden, inner) / 3)
+        self.down = nn.Parameter(torch.randn(experts, inner, hidden) / 2)
+        self.bias = nn.Parameter(torch.randn(experts, inner)) if bias else None
+        self.load = nn.Buffer(torch.zeros(experts))
         self.collect, self.ends, self.k = collect, ends, k
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
+        tokens, experts = x.flatten(0, 1), len(self.load)
         scores, ids = self.gate(tokens).softmax(-1).topk(self.k, -1)
         flat = ids.flatten()
         order = torch.argsort(flat, stable=True)
         ends = self.ends(flat)
         with torch.no_grad():
-            self.load += torch.histc(flat.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
-        rows = torch.gather(tokens, 0, (order // self.k)[:, None].expand(-1, HIDDEN))
+            self.load += torch.histc(flat.float(), bins=experts, min=0, max=experts - 1)
+        rows = torch.gather(tokens, 0, (order // self.k)[:, None].expand(-1, x.shape[-1]))
         h = grouped(rows, self.up, ends)
         if self.bias is not None:
             h = h + self.bias[flat[order]]
@@ -218,7 +226,11 @@ def test_tokens_go_to_their_experts(axes: dict[str, int], options: dict[str, Any
     assert [n.target for n in report.program.graph.graph.nodes].count(exchange_rows) == exchanges
 
 
-FAR = Cluster("far", Device("slow", {"float64": 1e5}, 1e11, 1e9, 1e-7), (Link("wire", bandwidth=1e7, latency=1e-4),))
+FAR = Cluster(
+    "far",
+    Device("slow", {"float64": 1e5, "float32": 1e5}, 1e11, bandwidth=1e9, launch=1e-7),
+    (Link("wire", bandwidth=1e7, latency=1e-4),),
+)
 """Messages take as long as what few tokens compute."""
 
 
@@ -261,6 +273,23 @@ def test_rows_by_expert_in_random_plans(axes: dict[str, int], seed: int) -> None
     report = verify(model, given, axes, plan=found)
     assert report.max_error < 1e-10
     assert exchange_rows in {n.target for n in report.program.graph.graph.nodes}
+
+
+def many(ids: Tensor) -> Tensor:
+    return torch.histc(ids.float(), bins=512, min=0, max=511).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("tokens", "way"), [(64, "="), (4096, ">")])
+def test_few_tokens_stay_and_many_travel(tokens: int, way: str) -> None:
+    """512 experts of 512 features, ten of them a token, on the eight GPUs of a node: as Qwen3-Next has."""
+    with torch.device("meta"):
+        model = Layer(scattered, many, k=10, sizes=(2048, 512, 512)).bfloat16()
+        given = (torch.empty(8, tokens, 2048, dtype=torch.bfloat16),)
+    found = plan(model, given, cluster="h100", axes={"gpu": 8}, memory=1e12, search=Search(pins={"microbatches": 1}))
+    names = {name for names in found.choices.values() for name in names}
+    assert {name[-1] for name in names} & {"=", ">"} == {way}
+    assert ("all_to_all" in found.predicted.collectives["gpu"]) == (way == ">")
+    assert str(found.parameters["up"][0]) == "S(0.0)"
 
 
 class Capped(nn.Module):
