@@ -34,7 +34,7 @@ LLAMAS = {
 """Layers, hidden size, that of the MLP, heads, nodes of 8 H100, batch, sequence; vocabulary 128256."""
 
 MIXTURES = {"mixtral-8x22b": (16, 256, 4096), "deepseek-v3": (256, 15360, 4096)}
-"""Nodes of 8 devices, batch, sequence (https://arxiv.org/abs/2504.14960, https://arxiv.org/abs/2412.19437)."""
+"""Nodes of 8 devices, batch, sequence; of DeepSeek-V3 as in https://arxiv.org/abs/2412.19437."""
 
 MIXED = ("llama3-70b",)
 """With parameters and optimizer state in float32, computed in bfloat16; the others are in bfloat16 altogether."""
