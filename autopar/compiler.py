@@ -42,7 +42,7 @@ from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
 from autopar.search.peak import peak_of as peak_of
 from autopar.search.pipeline.branch_and_bound import best_pipeline
 from autopar.search.recost import sent_in_few_bits
-from autopar.sharding.dims import analyze
+from autopar.sharding.dims import Dims, analyze
 
 logger = logging.getLogger("autopar")
 
@@ -152,6 +152,7 @@ def solve(
     # Graphs are full of cycles that stay alive: Python's collector would walk all of them again and again.
     with naming_default(memory), collector_paused():
         dims = analyze(program)
+        _require_load(search, dims)
         kind = f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}, fused {program.fused}"
         file = cache.file_of(program, dims, job, kind)
         if file is not None and (known := cache.load(file, program, job, dims)) is not None:
@@ -167,6 +168,20 @@ def solve(
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
         return plan
+
+
+def _require_load(search: Search, dims: Dims) -> None:
+    """Refuse how many tokens each expert got where there are more or fewer experts.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    other = next((t.experts for t in dims.types.values() if t.experts not in (0, len(search.load))), None)
+    if len(search.load) > 1 and other is not None:
+        raise ValueError(
+            f"imbalance= has the tokens of {len(search.load)} experts, and a mixture of the model has {other}: give a "
+            "number for each, or one factor for all mixtures"
+        )
 
 
 def as_the_slowest(plan: Plan) -> Plan:

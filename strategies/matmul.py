@@ -1,5 +1,6 @@
 """Matrix products (``addmm`` and ``baddbmm`` are decomposed before rules are asked)."""
 
+import math
 from typing import Any
 
 import torch
@@ -82,15 +83,22 @@ def route(tokens: Spec, order: Spec, k: int) -> Rule:
     """Rows of tokens."""
     rest = letters(tokens.ndim - 1, 2)
     pairs = "a" if k == 1 else "(ab)"
-    return Rule(f"a{rest},{pairs}->{pairs}{rest}", linear=((0,),), blocked="b", routed="a", sizes={"b": k})
+    return Rule(
+        f"a{rest},{pairs}->{pairs}{rest}", linear=((0,),), blocked="b", routed="a", sizes={"b": k}, positions=(1,)
+    )
 
 
 @rule(routing.collect)
-def collect(rows: Spec, order: Spec, k: int) -> Rule:
-    """Tokens of rows."""
+def collect(rows: Spec, order: Spec, k: int, count: int) -> Rule:
+    """Tokens of rows; a device that has some of the rows only has terms of all tokens."""
     rest = letters(rows.ndim - 1, 2)
     pairs = "a" if k == 1 else "(ab)"
-    return Rule(f"{pairs}{rest},{pairs}->a{rest}", linear=((0,),), blocked="b", routed="a", sizes={"b": k})
+    # Rows are put in the order of tokens, and added up from there.
+    between = 2.0 * math.prod(rows.shape) * rows.dtype.itemsize if k > 1 and rows.dtype is not None else 0.0
+    return Rule(
+        f"{pairs}{rest},{pairs}->a{rest}", linear=((0,),), blocked="b", routed="a", sizes={"b": k}, scaled={3: "a"},
+        between=between, positions=(1,),
+    )  # fmt: skip
 
 
 @rule(routing.group_ends)

@@ -84,6 +84,7 @@ OF_SEARCH: dict[str, list[Any]] = {
     "time_limit": NO_NUMBER, "gap": [INF, *NO_NUMBER], "pins": [None, *NO_DICT], "roles": [None, {"a": "x"}, *NO_DICT],
     "recipe": ["fastest", *NOT_TEXT], "seed": NO_WHOLE, "tie_layers": [None, *NO_FLAG], "padding": [None, *NO_FLAG],
     "check": [None, *NO_FLAG], "cache": [None, *NO_FLAG],
+    "imbalance": [None, 0.5, math.inf, True, "1.3", [1], [1, -1], [0, 0], [1, "x"], (Awkward(), 1), {0: 1}],
     "inexact": [None, 1, "local", ["x"], (1,), (Awkward(),), {"local": 1}],
     "quantized": [None, {"a": 8}, {"a": {}}, {"a": {"weights": 7}}, {"a": {"bits": 8}}, {"a": Awkward()}, *NO_DICT],
 }  # fmt: skip

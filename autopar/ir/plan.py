@@ -229,6 +229,7 @@ class Plan:
             smaller then.
         secondary: axes along which copies of parameters that the backward pass gathers stay split, where there are such
             copies, see `autopar.passes.copy_for_backward`; empty: it reads the parameters themselves.
+        expert_load: of experts, which time and memory are predicted with, see `autopar.ir.layout.imbalance_of`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -265,6 +266,8 @@ class Plan:
             return self
         note = f"{'; '.join(map(str, self.quantized))}: not equal to exact training"
         return replace(self, certificate=replace(self.certificate, space=f"{self.certificate.space}; {note}"))
+
+    expert_load: tuple[float, ...] = ()
 
     def of_workers(self, workers: tuple[tuple[str, int], ...], role: str) -> Plan:
         """The plan as that of each of some workers, whose axis has this role; the certificate says what that means."""
@@ -331,6 +334,7 @@ class Plan:
         data["workers"], data["worker_role"] = dict(self.workers), self.worker_role
         data["quantized"] = [asdict(q) for q in self.quantized]
         data["secondary"] = list(self.secondary)
+        data["expert_load"] = list(self.expert_load)
         data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         for name in ("recompute", "offload"):
@@ -516,6 +520,7 @@ class _File:
     worker_role: Literal["local", "compressed"] = "local"
     quantized: tuple[QuantizedAxis, ...] = ()
     secondary: tuple[str, ...] = ()
+    expert_load: tuple[float, ...] = ()
     recompute: Ranges = field(default_factory=dict)
     offload: Ranges = field(default_factory=dict)
 

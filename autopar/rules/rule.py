@@ -149,6 +149,8 @@ class Rule:
             `autopar.ir.ops.routing`: local results are no blocks of the whole one, and serve all the same.
         counts: tensor arguments that count elements along a letter in such an order, by that letter: ``{"s": (2,)}``.
             Where it is split each device has its own counts. If the argument is no such, the letter cannot be split.
+        positions: tensor arguments that say where along a routed letter elements are. Devices that all have the whole
+            may each take some of the positions: of results along the letter they have terms.
     """
 
     equation: str
@@ -169,6 +171,7 @@ class Rule:
     strides: str | tuple[str, ...] | None = None
     routed: str = ""
     counts: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    positions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse other types: equations are read when they are needed."""
@@ -178,7 +181,7 @@ class Rule:
             scaled=(self.scaled, _TABLE), lower=(self.lower, _TABLE), sizes=(self.sizes, _TABLE),
             flops=(self.flops, number(0)), between=(self.between, number(0)), view=(self.view, FLAG),
             random=(self.random, FLAG), padded=(self.padded, optional(_TABLE)), zero=(self.zero, optional(FLAG)),
-            routed=(self.routed, _LETTERS), counts=(self.counts, _TABLE),
+            routed=(self.routed, _LETTERS), counts=(self.counts, _TABLE), positions=(self.positions, _SETS),
         )  # fmt: skip
 
     @cached_property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,9 @@ class Search:
         quantized: by axis, bits (8 or 4) of each number of ``weights`` that are gathered and of ``gradients`` that are
             reduced into shards along it, such as ``{"node": {"weights": 8, "gradients": 4}}``, where that makes the
             message smaller, see `autopar.ir.quantized`.
+        imbalance: how many times as many tokens as in the mean the device gets whose experts get most, of those that
+            split a mixture's experts; or how many tokens each expert got, as measured. Time and memory are those of
+            that device. Default: all get equally many.
     """
 
     time_limit: float = 60.0
@@ -109,6 +113,7 @@ class Search:
     cache: bool = True
     inexact: tuple[str, ...] = ()
     quantized: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    imbalance: float | Sequence[float] = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what is of the wrong type or out of range, and words that do not exist."""
@@ -125,6 +130,7 @@ class Search:
             cache=(self.cache, FLAG),
             inexact=(self.inexact, a((tuple, list), "a tuple of texts, such as ('local',)")),
             quantized=(self.quantized, _BY_NAME),
+            imbalance=(self.imbalance, _imbalance),
         )
         read_quantized(self.quantized)
         check_inexact(tuple(self.inexact), self.roles, self.quantized)
@@ -225,6 +231,13 @@ class Search:
         return workers, within or {"device": 1}, replace(self, roles=exact_roles(self.roles))
 
     @property
+    def load(self) -> tuple[float, ...]:
+        """``imbalance`` as `autopar.ir.layout.imbalance_of` takes it."""
+        if isinstance(self.imbalance, int | float):
+            return () if self.imbalance == 1 else (float(self.imbalance),)
+        return tuple(map(float, self.imbalance))
+
+    @property
     def recompute(self) -> str:
         """What may be recomputed in the backward pass where memory is short: the pin ``recompute``.
 
@@ -306,6 +319,17 @@ def _by_name(value: Any) -> str | None:
 
 
 _BY_NAME: Kind = _by_name
+
+
+def _imbalance(value: Any) -> str | None:
+    if isinstance(value, int | float):
+        fine = not isinstance(value, bool) and 1 <= value < math.inf
+    else:
+        fine = isinstance(value, list | tuple) and len(value) > 1
+        fine = fine and all(type(n) in (int, float) and 0 <= n < math.inf for n in value) and sum(value) > 0
+    return (
+        None if fine else "a number of at least 1, such as 1.3, or how many tokens each expert got, as [310, 202, ...]"
+    )
 
 
 def silent(phase: str, incumbent: float, bound: float) -> None:

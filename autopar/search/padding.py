@@ -115,9 +115,10 @@ def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Pla
     search, machine = job.search, job.cluster
     fixed = {key: complete(key[1], layout) for key, layout in limits.layouts.items()}
     recompute, offload = search.recompute == "search", search.offload and machine.device.host_bandwidth > 0
-    return random_plan(
+    found = random_plan(
         program, dims, job.axes, machine, search.seed, fixed, job.optimizer, recompute, search.regions, offload
     )
+    return replace(found, expert_load=search.load)
 
 
 MOST = 1.25

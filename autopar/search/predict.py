@@ -31,7 +31,7 @@ from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_seconds
-from autopar.sharding.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
+from autopar.sharding.redistribute import LOCAL_MOVES, Machine, Move, Redistributions, Tables, moved_bytes
 
 Prediction = tuple[Predicted, tuple[ModuleRow, ...]]
 """Totals, and a row for each module."""
@@ -278,8 +278,7 @@ class _Account:
         self.compute += kernels * times
         self.communication += sent * times
         name, n = self.machine.names[axis], self.machine.sizes[axis]
-        # Nothing is sent: a slice is local.
-        if kind == "slice" or n == 1:
+        if kind in LOCAL_MOVES or n == 1:
             return
         sent = float(wire_bytes(kind, size, n)) * times
         self.sent[name] += sent
@@ -320,7 +319,7 @@ def _count_moves(
         key = (table, tuple(moves))
         chunks = regions.chunkable.get(value, frozenset())
         if key not in sizes:
-            sizes[key] = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
+            sizes[key] = [moved_bytes(table.type, move, account.machine.sizes, account.machine.load) for move in moves]
         for kinds in {frozenset(), chunks}:
             if (key, kinds) not in known:
                 known[key, kinds] = table.chunked_seconds(moves, kinds)

@@ -1,8 +1,8 @@
 """Redistribution: the cheapest sequence of single-axis moves from one layout of a tensor to another.
 
-Along axes of `Machine.quantized`, gathers of parameters and reductions of gradients are moves in few bits.
-Moves are all-gather, reduce-scatter, all-reduce, all-to-all (also of rows by their experts) and a local slice. Axes
-that split one factor nest in mesh order, so only the innermost of them can be moved. All pairs are found at once:
+Moves are all-gather, reduce-scatter, all-reduce, all-to-all (also of rows by their experts), and local ones: a slice,
+the rows of a device's own experts, and these put where they were among the others. Axes that split one factor nest in
+mesh order, so only the innermost of them can be moved. All pairs are found at once:
 Floyd-Warshall over the tensor's layouts (R. W. Floyd, "Algorithm 97: Shortest path", 1962), in numpy.
 """
 
@@ -18,8 +18,22 @@ from numpy.typing import NDArray
 
 from autopar.costs.cluster import Device, Link
 from autopar.costs.collectives import COLLECTIVES
+from autopar.costs.kernels import host_wait_seconds
 from autopar.costs.outer_exchange import dequantizing, quantized_bytes, quantizing
-from autopar.ir.layout import ByExpert, Factor, Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
+from autopar.ir.layout import (
+    ByExpert,
+    Factor,
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Split,
+    TensorType,
+    TokensStay,
+    imbalance_of,
+    item_bytes,
+    owner_parts,
+)
 from autopar.ir.ops.collectives import Collective
 from autopar.ir.quantized.axes import GRADIENTS, WEIGHTS, QuantizedAxis
 from autopar.rules.remembered import remembered
@@ -31,6 +45,10 @@ Kinds = frozenset[str]
 PIECES, MOST_UNITS = 8, 64
 """A sum over devices may be cut anywhere: into so many pieces, or fewer where rows do not divide. Of more units than
 the second no chunks are looked for: each would be sent in a message of its own."""
+
+SLICE, OWN_ROWS, PLACE_ROWS = "slice", "own_rows", "place_rows"
+LOCAL_MOVES = (SLICE, OWN_ROWS, PLACE_ROWS)
+"""Kinds of moves that send nothing."""
 
 WIRE = {"bool": "uint8", "int16": "int32"}
 """What dtypes are sent as that Gloo does not support; complex ones are sent as pairs."""
@@ -46,6 +64,7 @@ class Machine:
         links: the link that a collective along each axis uses.
         device: what each device can do.
         quantized: along which axes messages are in few bits.
+        load: of experts, see `autopar.ir.layout.imbalance_of`.
     """
 
     names: tuple[str, ...]
@@ -53,6 +72,7 @@ class Machine:
     links: tuple[Link, ...]
     device: Device
     quantized: tuple[QuantizedAxis, ...] = ()
+    load: tuple[float, ...] = ()
 
     def bits(self, axis: int, what: str) -> int:
         """Of each number of such messages along an axis; 0: whole numbers."""
@@ -69,7 +89,8 @@ class Move:
     """One single-axis step of a redistribution.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` (to and from experts, too), ``slice``.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` (to and from experts, too), or one of
+            `LOCAL_MOVES`.
         axis: index of the mesh axis.
         source: layout before.
         target: layout after.
@@ -95,6 +116,10 @@ def exchanges(source: Placement, target: Placement) -> bool:
 
 def move_kind(source: Placement, target: Placement) -> str | None:
     """The collective that turns one placement into another on one axis; None if there is none."""
+    if isinstance(target, TokensStay):
+        return OWN_ROWS
+    if isinstance(source, TokensStay):
+        return PLACE_ROWS
     if exchanges(source, target):
         return "all_to_all"
     # Nothing becomes Partial: whoever takes the terms would only have to add them up again.
@@ -102,7 +127,7 @@ def move_kind(source: Placement, target: Placement) -> str | None:
         return {Replicate: "all_gather", Split: "all_to_all"}.get(type(target))
     if isinstance(source, Partial):
         return {Replicate: "all_reduce", Split: "reduce_scatter"}.get(type(target))
-    return "slice" if isinstance(target, Split) else None
+    return SLICE if isinstance(target, Split) else None
 
 
 def innermost(layout: Layout, axis: int) -> bool:
@@ -123,13 +148,18 @@ def sum_dtype(type_: TensorType) -> str:
     return type_.reduce or type_.dtype
 
 
-def moved_bytes(type_: TensorType, move: Move, sizes: Sequence[int]) -> float:
+def held_parts(layout: Layout, sizes: Sequence[int], load: Sequence[float] = ()) -> float:
+    """What a tensor's size is divided by on the device that holds most of it under a layout."""
+    return split_parts(layout, sizes) / imbalance_of(load, owner_parts(layout, sizes))
+
+
+def moved_bytes(type_: TensorType, move: Move, sizes: Sequence[int], load: Sequence[float] = ()) -> float:
     """Bytes by which the move's collective is charged: the larger of the local tensors before and after."""
     if move.bits:
         return sizes[move.axis] * quantized_bytes(shard_of(type_, move, sizes), move.bits)
     # Terms are cast to the dtype of the sum before they are sent.
     whole = type_.numel * item_bytes(sum_dtype(type_) if reduces(move.kind) else type_.dtype)
-    return whole / min(split_parts(move.source, sizes), split_parts(move.target, sizes))
+    return whole / min(held_parts(layout, sizes, load) for layout in (move.source, move.target))
 
 
 def shard_of(type_: TensorType, move: Move, sizes: Sequence[int]) -> int:
@@ -196,9 +226,10 @@ class Redistributions:
         return fewer if fewer.bits and sent < whole else move
 
     @cached_property
-    def parts(self) -> NDArray[np.int64]:
-        """Into how many blocks each layout cuts the tensor."""
-        return np.array([split_parts(layout, self.machine.sizes) for layout in self.layouts], dtype=np.int64)
+    def parts(self) -> NDArray[np.float64]:
+        """Into how many blocks each layout cuts the tensor; less where some devices' experts have more rows."""
+        sizes, load = self.machine.sizes, self.machine.load
+        return np.array([held_parts(layout, sizes, load) for layout in self.layouts], dtype=np.float64)
 
     def move_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """Time of each move: what `autopar.sharding.emit.MoveEmitter` emits, collective and kernels, with launches."""
@@ -213,12 +244,12 @@ class Redistributions:
         groups: dict[tuple[str, int], list[int]] = {}
         for i, move in enumerate(moves):
             groups.setdefault((move.collective, move.axis), []).append(i)
-        size = np.array([moved_bytes(self.type, m, self.machine.sizes) for m in moves])
+        size = np.array([moved_bytes(self.type, m, self.machine.sizes, self.machine.load) for m in moves])
         for (kind, axis), members in groups.items():
             # Along an axis of one device nothing is emitted; no move is free, or plans could make it at will.
             if self.machine.sizes[axis] == 1:
                 seconds[members] += launch
-            elif kind != "slice":
+            elif kind not in LOCAL_MOVES:
                 ring = COLLECTIVES[kind](size[members], self.machine.sizes[axis], links[axis])
                 seconds[members] += ring + launch
         return seconds
@@ -230,7 +261,7 @@ class Redistributions:
     def waits(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """For how long kernels wait for the collective of each move besides, where it does not hide."""
         sizes, links = self.machine.sizes, self.machine.links
-        return np.array([links[m.axis].wait if m.kind != "slice" and sizes[m.axis] > 1 else 0.0 for m in moves])
+        return np.array([links[m.axis].wait if m.kind not in LOCAL_MOVES and sizes[m.axis] > 1 else 0.0 for m in moves])
 
     def local_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """The part of each move that the device's own kernels take: casts, and copies to and from a collective's order.
@@ -253,6 +284,10 @@ class Redistributions:
             if move.bits:
                 moved[i], kernels[i] = self._quantizing(move, int(before[i]), int(after[i]))
         seconds = moved / (device.bandwidth * device.streaming) + kernels * device.launch
+        # Counts of experts' rows are moved once for all rows that are sorted together, and the host waits for them.
+        if self.type.experts and not self.type.routed:
+            waits = [isinstance(m.target[m.axis], ByExpert) for m in moves]
+            seconds = seconds + host_wait_seconds(device) * np.array(waits, dtype=np.float64)
         # Along an axis of one device nothing is emitted.
         return np.asarray(np.where([self.machine.sizes[m.axis] > 1 for m in moves], seconds, 0.0), dtype=np.float64)
 
@@ -280,12 +315,14 @@ class Redistributions:
         own, sent = self.type.dtype, sum_dtype(self.type) if reduces(move.kind) else self.type.dtype
         if sent != own:
             return item_bytes(sent), item_bytes(own) + item_bytes(sent)
-        wired = own in WIRE and not reduces(move.kind) and move.kind != "slice"
+        wired = own in WIRE and not reduces(move.kind) and move.kind not in LOCAL_MOVES
         return item_bytes(own), item_bytes(own) + item_bytes(WIRE[own]) if wired else 0
 
     def _copies_before(self, move: Move) -> int:
         """Copies of what is moved: the factor that is split comes first, and all is row-major."""
         into = move.target[move.axis]
+        if move.kind in (OWN_ROWS, PLACE_ROWS):
+            return int(move.kind == PLACE_ROWS)
         if exchanges(move.source[move.axis], into):  # back into the order in which rows came
             return int(not isinstance(into, ByExpert))
         if move.kind in ("reduce_scatter", "all_to_all") and self._outer(move.source, into) > 1:
@@ -296,11 +333,13 @@ class Redistributions:
         """Copies of the result: the factor that was split comes back to its place; a slice is one, or two."""
         kind, out, into = move.kind, move.source[move.axis], move.target[move.axis]
         count = int(self.type.relaid > 1)
+        if kind in (OWN_ROWS, PLACE_ROWS):
+            return 1
         if exchanges(out, into):  # into the order of experts
             return count + isinstance(into, ByExpert)
         if kind in ("all_gather", "all_to_all"):
             count += self._outer(move.source if kind == "all_gather" else move.target, out) > 1
-        if kind == "slice":
+        if kind == SLICE:
             assert isinstance(into, Split)
             # Before its own there is another one where blocks of other factors of its dim do not follow one another.
             outer, end = self._outer(move.target, into), self._outer(move.target, Split(into.dim + 1))
@@ -441,7 +480,8 @@ class Redistributions:
             if i in gone:
                 found[:, i] = 0
             elif units[i] > 1:
-                size, link = moved_bytes(self.type, move, self.machine.sizes), self.machine.links[move.axis]
+                size = moved_bytes(self.type, move, self.machine.sizes, self.machine.load)
+                link = self.machine.links[move.axis]
                 first = float(COLLECTIVES[move.collective](size / units[i], self.machine.sizes[move.axis], link))
                 first = min(first + self.machine.device.launch, float(sent[i]))
                 found[1 + axes + move.axis, i] = sent[i] - first

@@ -19,7 +19,7 @@ SIZES = st.integers(1, 1 << 14)
 
 def plain(flops: float, moved: float) -> Work:
     none = np.zeros(1)
-    return Work(np.array([flops]), np.array([moved]), none, none, none, none, np.ones(1))
+    return Work(np.array([flops]), np.array([moved]), none, none, none, none, np.ones(1), np.ones(1))
 
 
 def seconds(work: Work, device: Device = A100, dtype: str = "float16") -> float:

@@ -174,6 +174,7 @@ def test_each_ingredient_counts(change: Callable[..., Ingredients], ingredients:
 OTHER = {
     "time_limit": 61.0, "gap": 1e-2, "pins": {"up.weight": "R"}, "recipe": "ddp", "roles": {"a": "data"}, "seed": 1,
     "tie_layers": False, "padding": False, "inexact": ("compressed",), "quantized": {"a": {"weights": 8}},
+    "imbalance": (3.0, 1.0),
 }  # fmt: skip
 
 

@@ -48,7 +48,8 @@ ROW_MAJOR_RESULTS = frozenset({
     aten.eye.default, cross_entropy.cross_entropy, cross_entropy.cross_entropy_backward,
     routing.sort_by_expert, routing.route, routing.collect, routing.group_ends, routing.add_by_expert,
     c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default, exchange.exchange_rows, balanced_attention.swap_blocks, send_block, new_rows,
+    c10d.all_to_all_single.default, exchange.exchange_rows, exchange.own_rows, exchange.place_rows,
+    balanced_attention.swap_blocks, send_block, new_rows,
     *COALESCED.values(), *QUANTIZERS,
 })  # fmt: skip
 """Operators that make new memory, row-major, whatever the strides of their arguments; the oracle's tests show it."""

@@ -70,7 +70,8 @@ class BudgetProblem:
         """The problem of a job, whose time limit begins now."""
         axes, search = job.axes, job.search
         links = job.cluster.link_for(dict(axes))
-        machine = Machine(tuple(axes), tuple(axes.values()), links, job.cluster.device, job.quantized)
+        sizes, device = tuple(axes.values()), job.cluster.device
+        machine = Machine(tuple(axes), sizes, links, device, quantized=job.quantized, load=search.load)
         limits = Limits(search.gap, time.monotonic() + search.time_limit)
         return BudgetProblem(program, dims, classes, Tables(machine), limits, job, weights=weights)
 
