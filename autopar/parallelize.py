@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
-from autopar.compiler import check_planning, default_memory
+from autopar.compiler import check_planning, default_memory, policy_of
 from autopar.costs.arguments import FLAG, FUNCTION, PATH, a, number, optional, require
 from autopar.costs.budget import DefaultBudget
 from autopar.costs.cluster import Cluster
@@ -90,7 +90,8 @@ def parallelize(
             `autopar.costs.budget` sets aside for the context, communicators, workspaces and fragments.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then stored, reduced
-            and updated in float32; default: the model's own dtypes.
+            and updated in float32; default: the model's own dtypes. ``"fp8"`` is bfloat16 with linear layers in float8,
+            see `Float8`; it takes ``search=Search(inexact=("fp8",))``.
         deterministic: dropout and other random operators draw the same numbers as one device would, from the default
             generator, which must be in the same state on every rank; each rank draws whole tensors for that. Otherwise
             each rank draws its own shard, with seeds from rank 0's generator. No difference on one device.
@@ -136,9 +137,9 @@ def parallelize(
     _check_arguments(model, inputs, outputs)
     if mesh is not None and search is not None and plan is None:
         search.require_axes(dict(axes_of(mesh)))
-    policy = Precision.resolve(precision)
     _check_optimizers(model)
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    policy = policy_of(model, precision, search, given)
     role = (search or Search()).worker_role if given is None else given.worker_role
     search, workers = _within_worker(search or Search(), given, mesh)
     context = one_device(_device(model)) if mesh is None else _mesh_context(mesh, given, search, timeout, workers, role)

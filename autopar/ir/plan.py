@@ -149,6 +149,9 @@ WORKER = {
 }
 """What a certificate says of a plan with workers, by the role of their axis."""
 
+ROUNDED = "operands are rounded to 4 or 3 significant bits, not equal to training without it"
+"""What plan and certificate say of float8 layers."""
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -224,6 +227,7 @@ class Plan:
         workers: name and size of the mesh axis of workers (role ``local`` or ``compressed``), outside of ``axes``: each
             has all of ``axes`` to itself, and the plan is one worker's, for its part of the batch. Empty: none do.
         worker_role: of this axis: workers train apart, or exchange compressed gradients.
+        float8: how linear layers compute in float8, an `autopar.Float8` as text; empty: they do not.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -251,6 +255,7 @@ class Plan:
     fused: bool = False
     workers: tuple[tuple[str, int], ...] = ()
     worker_role: str = "local"
+    float8: str = ""
 
     def of_workers(self, workers: tuple[tuple[str, int], ...], role: str) -> Plan:
         """The plan as that of each of some workers, whose axis has this role; the certificate says what that means."""
@@ -259,6 +264,13 @@ class Plan:
         note = f"{WORKER[role]}, {' x '.join(f'{axis}={n}' for axis, n in workers)}"
         certificate = replace(self.certificate, space=f"{self.certificate.space}; {note}")
         return replace(self, workers=workers, worker_role=role, certificate=certificate)
+
+    def in_float8(self, how: str) -> Plan:
+        """The plan as one whose linear layers compute in float8; the certificate says so."""
+        if not how:
+            return self
+        certificate = replace(self.certificate, space=f"{self.certificate.space}; linear layers in {how}: {ROUNDED}")
+        return replace(self, float8=how, certificate=certificate)
 
     @property
     def inner(self) -> Plan:
@@ -315,6 +327,7 @@ class Plan:
         data["fused"] = self.fused
         data["scatter"] = None if self.scatter is None else asdict(self.scatter)
         data["workers"], data["worker_role"] = dict(self.workers), self.worker_role
+        data["float8"] = self.float8
         data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         for name in ("recompute", "offload"):
@@ -498,6 +511,7 @@ class _File:
     forced_consumer_layouts: tuple[str, ...] = ()
     workers: Mapping[str, Annotated[int, msgspec.Meta(ge=1, lt=2**31)]] = field(default_factory=dict)
     worker_role: Literal["local", "compressed"] = "local"
+    float8: str = ""
     recompute: Ranges = field(default_factory=dict)
     offload: Ranges = field(default_factory=dict)
 

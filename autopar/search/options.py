@@ -82,7 +82,8 @@ class Search:
             as ``time_limit`` again.
         cache: a plan that was found before for the same program, cluster and options is read, see
             `autopar.search.cache`.
-        inexact: choices that change the numbers, and are refused unless they are named: ``local``, the role.
+        inexact: choices that change the numbers, and are refused unless they are named: ``local`` and ``compressed``,
+            the roles, and ``fp8``, linear layers in float8 (``precision="fp8"``).
     """
 
     time_limit: float = 60.0

@@ -1,0 +1,66 @@
+"""Linear layers in float8 as anyone would write them in eager mode: the reference of `autopar.Float8`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype, dim: int | None) -> torch.Tensor:
+    """A matrix rounded to float8, as wide numbers: with one scale, or one for each line along ``dim``."""
+    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    amax = wide.abs().max() if dim is None else wide.abs().amax(dim, keepdim=True)
+    scale = amax.clamp(min=1e-12) / LARGEST[dtype]
+    values = (wide / scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    return values.to(wide.dtype) * scale
+
+
+class _Product(torch.autograd.Function):
+    """``x @ w.T`` of matrices, of which all three products take float8 operands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, rowwise: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.dims = (0, 1) if rowwise else (None, None)
+        e4m3, (_, along) = torch.float8_e4m3fn, ctx.dims
+        return (rounded(x, e4m3, along) @ rounded(w, e4m3, along).T).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (g,), (x, w), (first, last) = gradients, ctx.saved_tensors, ctx.dims
+        e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+        dx = rounded(g, e5m2, last) @ rounded(w, e4m3, first)
+        dw = rounded(g, e5m2, first).T @ rounded(x, e4m3, first)
+        return dx.to(x.dtype), dw.to(w.dtype), None
+
+
+class TensorwiseLinear(nn.Linear):
+    """With one scale of each operand."""
+
+    rowwise = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = _Product.apply(x.reshape(-1, x.shape[-1]), self.weight, self.rowwise)
+        y = y.reshape(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+class RowwiseLinear(TensorwiseLinear):
+    """With one scale of each row of what is summed over."""
+
+    rowwise = True
+
+
+LAYERS = {"tensorwise": TensorwiseLinear, "rowwise": RowwiseLinear}
+
+
+def in_float8(model: nn.Module, scaling: str) -> nn.Module:
+    """The model with each of its linear layers in float8, in place."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = LAYERS[scaling]
+    return model
