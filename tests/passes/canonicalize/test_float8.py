@@ -17,7 +17,6 @@ from autopar.errors import PlanError
 from autopar.ir.graph import is_backward, values_of
 from autopar.ir.node_info import info
 from autopar.ir.ops import float8
-from autopar.ir.ops.collectives import c10d
 from autopar.ir.program import Program
 from autopar.verify.compare import compare
 from autopar.verify.verify import global_values
@@ -127,10 +126,11 @@ def test_scales_of_sharded_tensors_are_reduced_over_the_axes_that_shard_them() -
     model, batch = zoo.mlp()
     program = program_of(model, batch, precision=policy())
     pins = {"batch.*": ("S(0)", "R"), "up.weight": ("R", "S(0)"), "down.weight": ("R", "S(1)"), "*.bias": ("R", "R")}
-    plan = solve(program, {"data": 2, "tensor": 2}, "cpu", search=Search(pins=pins))
+    # Without overlap no two collectives are joined.
+    plan = solve(program, {"data": 2, "tensor": 2}, "cpu", search=Search(pins={**pins, "overlap": "none"}))
     local, values = rewrite(program, plan), global_values(program, model, batch)
     assert compare(program, local, plan, values, F64).max_error <= 1e-10
-    maxima = [n for n in local.graph.graph.nodes if n.target is c10d.all_reduce.default and n.args[1] == "max"]
+    maxima = [n for n in local.graph.graph.nodes if n.op == "call_function" and "max" in n.args]
     # Values and gradients of the batch over "data", weights over "tensor", what has dims of both over both.
     assert {n.args[2] for n in maxima} == {"data", "tensor"}
     for node in maxima:
@@ -149,7 +149,7 @@ def test_sharded_weights_are_gathered_as_bytes() -> None:
         program = program_of(model, batch, loss_fn=lambda y, _: y.float().square().mean(), precision=precision)
         local = rewrite(program, solve(program, {"a": 4}, "h100", search=Search(pins=pins)))
         made = [n for n in local.graph.graph.nodes if info(n).collective and info(n).collective.kind == "all_gather"]
-        found[precision] = {v.dtype for n in made for v in values_of(n) if v is not None and v.numel() >= 4096**2}
+        found[precision] = {v.dtype for n in made for v in values_of(n) if v is not None and v.numel() == 4096 * 16384}
     assert list(found.values()) == [{torch.bfloat16}, {torch.uint8}]
 
 
