@@ -21,6 +21,7 @@ from autopar.ir.program import Program
 from autopar.verify.compare import compare
 from autopar.verify.verify import global_values
 from tests import models as zoo
+from tests.distributed.models import slow_devices
 from tests.float8_layers import in_float8
 
 aten = torch.ops.aten
@@ -84,10 +85,11 @@ def test_same_step_as_an_eager_model_with_such_layers(make: Any, scaling: str) -
         report = compare(program, rewrite(program, plan), plan, global_values(program, model, batch), F64)
         assert report.loss is not None
         for name, value in {"loss": report.loss, **report.gradients}.items():
-            largest = float(expected[name].abs().max())
+            # The bias of keys has none: a softmax does not see it.
+            largest = float(expected[name].abs().max()) if name != "keys.bias" else 1e-3
             assert float((value - expected[name]).abs().max()) <= 1e-10 * largest, (name, seed)
             # Not by rounding nothing.
-            assert float((exact[name] - expected[name]).abs().max()) > 1e-4 * largest, name
+            assert float((exact[name] - expected[name]).abs().max()) > 1e-4 * largest or name == "keys.bias", name
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -127,7 +129,8 @@ def test_scales_of_sharded_tensors_are_reduced_over_the_axes_that_shard_them() -
     program = program_of(model, batch, precision=policy())
     pins = {"batch.*": ("S(0)", "R"), "up.weight": ("R", "S(0)"), "down.weight": ("R", "S(1)"), "*.bias": ("R", "R")}
     # Without overlap no two collectives are joined.
-    plan = solve(program, {"data": 2, "tensor": 2}, "cpu", search=Search(pins={**pins, "overlap": "none"}))
+    search = Search(pins={**pins, "overlap": "none"})
+    plan = solve(program, {"data": 2, "tensor": 2}, slow_devices(), search=search)
     local, values = rewrite(program, plan), global_values(program, model, batch)
     assert compare(program, local, plan, values, F64).max_error <= 1e-10
     maxima = [n for n in local.graph.graph.nodes if n.op == "call_function" and "max" in n.args]
@@ -143,7 +146,7 @@ def test_sharded_weights_are_gathered_as_bytes() -> None:
     """Rounding before the gather is a layout like any other: half the bytes of bfloat16, which the search takes."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 16384, bias=False), nn.ReLU(), nn.Linear(16384, 4096, bias=False))
-    batch, pins = (torch.empty(8192, 4096, device="meta"),), {"batch.*": ("S(0)",), "*.weight": ("S(0)",)}
+    batch, pins = (torch.empty(65536, 4096, device="meta"),), {"batch.*": ("S(0)",), "*.weight": ("S(0)",)}
     found = {}
     for precision in (Precision(), Precision(linear=Float8())):
         program = program_of(model, batch, loss_fn=lambda y, _: y.float().square().mean(), precision=precision)
