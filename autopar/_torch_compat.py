@@ -150,9 +150,7 @@ def scaled_mm(
         dtype: of the result.
     """
     # Without fast accumulation: tensor cores of Hopper add up some products in fewer bits with it.
-    options = {"scale_a": scale_a, "scale_b": scale_b, "out_dtype": dtype, "use_fast_accum": False}
-    found: torch.Tensor = torch._scaled_mm(a, b, **options)
-    return found
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=False)
 
 
 def pytree_node(kind: type) -> Any:

@@ -178,3 +178,31 @@ def float8_product(
         # Both operands with what is summed over in the last dim.
         strides=(ROW_MAJOR, ROW_MAJOR),
     )  # fmt: skip
+
+
+BLOCKS = {"b": float8.BLOCK}
+"""Numbers that share a scale stay together; whole blocks ``k`` may be apart."""
+
+
+@rule(float8.block_scale)
+def mxfp8_scale(x: Spec, format: str) -> Rule:
+    """A scale of each block."""
+    return Rule("m(kb)->mk", blocked="b", sizes=BLOCKS)
+
+
+@rule(float8.block_quantize)
+def mxfp8_quantize(x: Spec, scale: Spec, format: str) -> Rule:
+    """Values over the scale of their block, rounded."""
+    return Rule("m(kb),mk->m(kb)", blocked="b", sizes=BLOCKS)
+
+
+@rule(float8.block_product)
+def mxfp8_product(
+    a: Spec, b: Spec, scale_a: Spec, scale_b: Spec, format_a: str, format_b: str, dtype: torch.dtype
+) -> Rule:
+    """Matrix times transposed matrix, of values with the scales of their blocks."""
+    (m, k), n = a.shape, b.shape[0]
+    return Rule(
+        "m(kb),n(kb),mk,nk->mn", reduce="kb", blocked="b", flops=2.0 * m * k * n, rate="mxfp8", sizes=BLOCKS,
+        strides=(ROW_MAJOR, ROW_MAJOR),
+    )  # fmt: skip

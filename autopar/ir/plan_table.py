@@ -124,7 +124,9 @@ def _header(plan: Plan) -> RenderableType:
         said = f"{count} along axis {axis} over {over} (role {role}), each on the axes above with its part of the batch"
         rows.append(("workers", f"{said}; {_MEANING[role]}: not equal to synchronous training"))
     if plan.float8:
-        slow = "" if FLOAT8 in plan.cluster.device.flops else f"; {plan.cluster.device.name} emulates it in float32"
+        device = plan.cluster.device
+        emulated = FLOAT8 not in device.flops or plan.float8.startswith("mxfp8")
+        slow = f"; on {device.name} values are multiplied in float32" if emulated else ""
         rows.append(("linear layers", f"{plan.float8}: {ROUNDED}{slow}"))
     if plan.pipeline is not None:
         parts = ", equal outputs are sent in parts" if plan.scatter else ""

@@ -8,8 +8,9 @@ import torch
 
 _NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-TENSORWISE, ROWWISE = SCALINGS = ("tensorwise", "rowwise")
-"""What has one scale in a float8 product: each operand, or each row of the left and column of the right one."""
+TENSORWISE, ROWWISE, BLOCKS = SCALINGS = ("tensorwise", "rowwise", "mxfp8")
+"""What has one scale in a float8 product: each operand, each row of the left and column of the right one, or every 32
+numbers of these."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Float8:
     It changes the numbers: ``Search(inexact=("fp8",))`` must ask for it.
 
     Attributes:
-        scaling: ``tensorwise``, one scale of each operand; ``rowwise``, one of each row of what is summed over.
+        scaling: ``tensorwise``, one scale of each operand; ``rowwise``, one of each row of what is summed over;
+            ``mxfp8``, a power of two for every 32 numbers of such a row, which must divide into these.
         exclude: patterns of names of parameters (``"lm_head.*"``) whose layers compute as without it.
 
     Raises:
@@ -44,10 +46,11 @@ class Float8:
     def __str__(self) -> str:
         """``fp8, tensorwise scaling of current values``."""
         but = f", without {', '.join(self.exclude)}" if self.exclude else ""
-        return f"fp8, {self.scaling} scaling of current values{but}"
+        scaled = "mxfp8, a scale for every 32 values" if self.scaling == BLOCKS else f"fp8, {self.scaling} scaling"
+        return f"{scaled}{' of current values' if self.scaling != BLOCKS else ''}{but}"
 
 
-_FLOAT8 = {"fp8": Float8(), **{f"fp8-{scaling}": Float8(scaling) for scaling in SCALINGS}}
+_FLOAT8 = {"fp8": Float8(), "mxfp8": Float8(BLOCKS), **{f"fp8-{s}": Float8(s) for s in (TENSORWISE, ROWWISE)}}
 
 NAMES = (*_NAMES, *_FLOAT8)
 """What `Precision.resolve` knows by name."""
@@ -88,7 +91,7 @@ class Precision:
     def resolve(value: Precision | str | torch.dtype | None) -> Precision | None:
         """A policy from itself, or from the dtype to compute in (``"bf16"``, ``torch.bfloat16``); None for none.
 
-        ``"fp8"`` and ``"fp8-rowwise"`` compute in bfloat16, with linear layers in float8.
+        ``"fp8"``, ``"fp8-rowwise"`` and ``"mxfp8"`` compute in bfloat16, with linear layers in float8.
 
         Raises:
             ValueError: nothing of that kind.

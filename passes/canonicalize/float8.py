@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from autopar.ir.graph import copy_graph, insert_call
+from autopar.ir.graph import copy_graph, insert_call, user_line
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops import float8
-from autopar.ir.precision import TENSORWISE, Float8
+from autopar.ir.precision import BLOCKS, TENSORWISE, Float8
 from autopar.ir.program import Program
 
 aten = torch.ops.aten
@@ -66,19 +66,36 @@ class _Rounded:
     transposes: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def of(self, operand: _Operand, summed: int, product: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Bytes ``[rows, depth]`` and scale ``[rows or 1, 1]`` of an operand, ``depth`` being its dim ``summed``."""
-        graph = product.graph
+        """Bytes ``[rows, depth]`` and scale of an operand, ``depth`` being its dim ``summed``.
+
+        Scales are ``[1, 1]`` or ``[rows, 1]``; of blocks ``[rows, depth / 32]``.
+        """
         dim = 1 - summed if operand.transposed else summed
+        if self.linear.scaling == BLOCKS:
+            # Blocks lie along the last dim: they are of the transpose.
+            matrix = operand.matrix if dim == 1 else self._transpose(operand.matrix, product)
+            return self._rounded(matrix, (), operand.format, product)
         dims = (0, 1) if self.linear.scaling == TENSORWISE else (dim,)
-        key = (operand.matrix, dims, operand.format)
-        if key not in self.known:
-            scale = _insert(graph, product, float8.scale, operand.matrix, list(dims), operand.format)
-            self.known[key] = _insert(graph, product, float8.quantize, operand.matrix, scale, operand.format), scale
-        values, scale = self.known[key]
+        values, scale = self._rounded(operand.matrix, dims, operand.format, product)
         # With what is summed over in the last dim.
         if dim == 1:
             return values, scale
         return self._transpose(values, product), scale if len(dims) > 1 else self._transpose(scale, product)
+
+    def _rounded(
+        self, matrix: fx.Node, dims: tuple[int, ...], format: str, product: fx.Node
+    ) -> tuple[fx.Node, fx.Node]:
+        """Bytes and scale of a matrix, the scale being of these dims, or of blocks where there are none."""
+        key, graph = (matrix, dims, format), product.graph
+        if key not in self.known:
+            if dims:
+                scale = _insert(graph, product, float8.scale, matrix, list(dims), format)
+                values = _insert(graph, product, float8.quantize, matrix, scale, format)
+            else:
+                scale = _insert(graph, product, float8.block_scale, matrix, format)
+                values = _insert(graph, product, float8.block_quantize, matrix, scale, format)
+            self.known[key] = values, scale
+        return self.known[key]
 
     def _transpose(self, matrix: fx.Node, product: fx.Node) -> fx.Node:
         if matrix not in self.transposes:
@@ -108,15 +125,31 @@ def float8_linear_layers(program: Program, linear: Float8) -> Program:
     for node in program.graph.graph.nodes:
         if node in products:
             left, right = products[node]
+            _require_blocks(node, left, linear)
             # Of the left one columns are summed over, of the right one rows.
             (a, scale_a), (b, scale_b) = rounded.of(left, 1, node), rounded.of(right, 0, node)
             # In place: the node keeps its name, module, region, and the dtype in which its terms are added.
             node.args = (a, b, scale_a, scale_b, left.format, right.format, node.meta["val"].dtype)
-            node.target = float8.product
+            node.target = float8.block_product if linear.scaling == BLOCKS else float8.product
     program.graph.graph.eliminate_dead_code()
     program.graph.graph.lint()
     program.graph.recompile()
     return program
+
+
+def _require_blocks(product: fx.Node, left: _Operand, linear: Float8) -> None:
+    """Refuse blocks that do not fill what a product sums over.
+
+    Raises:
+        ValueError: names the product and its sizes.
+    """
+    shape = left.matrix.meta["val"].shape
+    depth = shape[0 if left.transposed else 1]
+    if linear.scaling == BLOCKS and depth % float8.BLOCK:
+        raise ValueError(
+            f"precision with mxfp8: {product.name} ({user_line(product)}) sums over {depth} numbers, which are no "
+            f"blocks of {float8.BLOCK}; leave its layer out, with Float8(exclude=...), take another batch, or scale rowwise"
+        )
 
 
 def _insert(graph: fx.Graph, product: fx.Node, target: object, *args: object) -> fx.Node:

@@ -322,6 +322,6 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         {
             "key": "model.converters",
             "value": '["float8"]',
-            "says": "they change the model; of float8, by hand: precision='fp8', inexact=('fp8',)",
+            "says": "they change the model; float8, by hand: precision='fp8', inexact=('fp8',)",
         }
     ]

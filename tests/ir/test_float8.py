@@ -86,3 +86,33 @@ def test_products_are_those_of_the_values(rowwise: bool) -> None:
     )
     torch.testing.assert_close(found, left @ right.T, rtol=0, atol=1e-12)
     assert float((found - a @ b.T).abs().max()) < 0.2 * float((a @ b.T).abs().max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_share_a_power_of_two(name: str) -> None:
+    """The largest power by which the block's largest entry has the exponent of the format's largest value."""
+    kind, exponent = float8.FORMATS[name], {"e4m3": 8, "e5m2": 15}[name]
+    largest = torch.tensor([[1.0, 1.75, 1.99, 2.0, 0.0, 3e-5, 2.0**-140, 6e4, torch.inf, torch.nan]])
+    x = torch.zeros(1, 10, 32).scatter(-1, torch.full((1, 10, 1), 7), largest.unsqueeze(-1)).flatten(-2)
+    found = float8.block_scale(x, name)
+    powers = [0, 0, 0, 1, None, -16, -140, 15]
+    expected = [0 if p is None else max(-127, p - exponent) + 127 for p in powers] + [255, 255]
+    assert found.tolist() == [expected]
+    # As torch has them; what is too large for the format becomes its largest value.
+    assert torch.equal(found[:, :4].view(torch.float8_e8m0fnu).float().log2(), found[:, :4].float() - 127)
+    values = float8.block_quantize(x, found, name).view(kind.dtype).float().unflatten(-1, (-1, 32))[0, :, 7]
+    assert values[:4].tolist() == [2.0**exponent, 1.75 * 2**exponent, kind.largest, 2.0**exponent]
+    assert float(values[4]) == 0 and values[8:].isnan().all()
+
+
+def test_products_of_blocks_are_those_of_the_values() -> None:
+    a, b = (torch.randn(n, 64, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (6, 10))
+    scales = float8.block_scale(a, "e5m2"), float8.block_scale(b, "e4m3")
+    values = float8.block_quantize(a, scales[0], "e5m2"), float8.block_quantize(b, scales[1], "e4m3")
+    found = float8.block_product(*values, *scales, "e5m2", "e4m3", torch.float64)
+    numbers = [
+        v.view(float8.FORMATS[f].dtype).double() * (2.0 ** (s.double() - 127)).repeat_interleave(32, -1)
+        for v, s, f in zip(values, scales, ("e5m2", "e4m3"), strict=True)
+    ]
+    torch.testing.assert_close(found, numbers[0] @ numbers[1].T, rtol=0, atol=1e-12)
+    assert float((found - a @ b.T).abs().max()) < 0.2 * float((a @ b.T).abs().max())

@@ -10,7 +10,7 @@ import torch
 
 from autopar.errors import InvalidRuleError
 from autopar.ir.ops.attention import attention, attention_backward, attention_drawing_backward
-from autopar.ir.ops.float8 import product
+from autopar.ir.ops.float8 import block_product, product
 from autopar.ir.ops.routing import collect
 from autopar.rules.oracle.call import map_tensors, rule_of
 from autopar.rules.oracle.strides import check_strides
@@ -64,7 +64,7 @@ DECLARED = [
 ]  # fmt: skip
 ON_GPUS_ONLY = {
     aten._fused_rms_norm_backward.default, aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._grouped_mm.default, attention_drawing_backward, product,
+    aten._grouped_mm.default, attention_drawing_backward, product, block_product,
 }  # fmt: skip
 """What stands in for their kernels here does not need what they do."""
 

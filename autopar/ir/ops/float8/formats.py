@@ -53,7 +53,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def _scale(x: Tensor, dims: Sequence[int], format: str) -> Tensor:
-    largest = torch.linalg.vector_norm(x, torch.inf, list(dims), True).to(wide_dtype(x))
+    largest: Tensor = torch.linalg.vector_norm(x, torch.inf, list(dims), True).to(wide_dtype(x))
     # What is no number counts as infinite: a maximum over devices may drop it, and the product is no number either way.
     largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
     return largest.clamp_min(LEAST) / FORMATS[format].largest
