@@ -148,7 +148,7 @@ def _require_blocks(product: fx.Node, left: _Operand, linear: Float8) -> None:
     if linear.scaling == BLOCKS and depth % float8.BLOCK:
         raise ValueError(
             f"precision with mxfp8: {product.name} ({user_line(product)}) sums over {depth} numbers, which are no "
-            f"blocks of {float8.BLOCK}; leave its layer out, with Float8(exclude=...), take another batch, or scale rowwise"
+            f"blocks of {float8.BLOCK}; exclude its layer (Float8), take another batch, or scale rowwise"
         )
 
 
