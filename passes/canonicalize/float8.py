@@ -166,12 +166,15 @@ def _products(program: Program, linear: Float8) -> dict[fx.Node, _Operands]:
     outputs = zip(program.outputs, program.output_values, strict=True)
     terms = {o.name: set(_terms(v)) for o, v in outputs if o.kind == "gradient" and v is not None}
     from_tangents = _of_tangents(program)
-    matrices = {n: [_base(a) for a in n.args] for n in program.graph.graph.nodes if n.target is aten.mm.default}
+    products = [n for n in program.graph.graph.nodes if n.target is aten.mm.default]
+    matrices = {n: [_base(a) for a in n.args] for n in products if n.meta["val"].is_floating_point()}
     weights = {n: [w for m, _ in both if (w := _parameter(m, parameters))] for n, both in matrices.items()}
     gradients = {n: [m for m, _ in both if m in from_tangents] for n, both in matrices.items()}
     chosen: set[fx.Node] = set()
     for weight, name in parameters.items():
-        if any(fnmatchcase(name, pattern) for pattern in linear.exclude):
+        # Of a tied parameter the pattern may name any of its modules.
+        names = [name, *(alias for alias, own in program.aliases.items() if own == name)]
+        if any(fnmatchcase(n, pattern) for n in names for pattern in linear.exclude):
             continue
         layers = [n for n in matrices if weights[n] == [weight] and not gradients[n]]
         results = {n.meta["val"].shape for n in layers}

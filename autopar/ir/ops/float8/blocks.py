@@ -35,8 +35,13 @@ EXPONENTS = {"e4m3": 8, "e5m2": 15}
 """Of the largest value of each format."""
 
 
+def _blocks(x: Tensor) -> Tensor:
+    """``[rows, depth]`` as ``[rows, depth / 32, 32]``."""
+    return x.reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
+
+
 def _scale(x: Tensor, format: str) -> Tensor:
-    largest = x.unflatten(-1, (-1, BLOCK)).abs().amax(-1)
+    largest = _blocks(x).abs().amax(-1)
     # ``largest = mantissa * 2 ** exponent`` with a mantissa from 1/2 on: its logarithm is one less, rounded down.
     _, exponent = torch.frexp(largest.to(wide_dtype(x)))
     exponent = torch.where(largest == 0, -BIAS, exponent - 1 - EXPONENTS[format]).clamp(-BIAS, BIAS) + BIAS
@@ -50,7 +55,7 @@ def _powers(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
     kind, wide = FORMATS[format], wide_dtype(x)
-    values = x.to(wide).unflatten(-1, (-1, BLOCK)) / _powers(scale, wide).unsqueeze(-1)
+    values = _blocks(x).to(wide) / _powers(scale, wide).unsqueeze(-1)
     return values.clamp(-kind.largest, kind.largest).flatten(-2).to(kind.dtype).contiguous().view(torch.uint8)
 
 
@@ -61,7 +66,7 @@ def _product(
 
     def numbers(values: Tensor, scale: Tensor, format: str) -> Tensor:
         # Exact: a power of two changes no bit of a mantissa.
-        found = values.view(FORMATS[format].dtype).to(wide).unflatten(-1, (-1, BLOCK))
+        found = _blocks(values.view(FORMATS[format].dtype).to(wide))
         return (found * _powers(scale, wide).unsqueeze(-1)).flatten(-2)
 
     return (numbers(a, scale_a, format_a) @ numbers(b, scale_b, format_b).t()).to(dtype)
