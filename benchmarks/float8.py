@@ -1,7 +1,7 @@
 """What linear layers in float8 cost a language model in loss, and what they gain in predicted seconds.
 
 ``--loss``, in one process: the loss on held-out text of the tiny language model of `low_communication.py`, against the
-steps that it has trained, in bfloat16 and with float8 layers of either scaling, for some seeds. The loss is that of the
+steps that it has trained, in bfloat16 and with float8 layers of each scaling, for some seeds. The loss is that of the
 trained weights in float32. Without it: predicted
 seconds of a step of Llama-3-8B and its communication in bfloat16 and in float8, on H100s.
 """
@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-PRECISIONS = ("bf16", "fp8-tensorwise", "fp8-rowwise")
+PRECISIONS = ("bf16", "fp8-tensorwise", "fp8-rowwise", "mxfp8")
 WIDTH, BLOCKS, ROWS = 64, 2, 16
 
 
