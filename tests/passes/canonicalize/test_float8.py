@@ -12,7 +12,7 @@ from torch import nn
 
 import autopar
 from autopar import Float8, Precision, Search
-from autopar.compiler import program_of, rewrite, solve
+from autopar.compiler import program_of, program_to_plan, rewrite, solve
 from autopar.errors import PlanError
 from autopar.ir.graph import is_backward, values_of
 from autopar.ir.node_info import info
@@ -252,6 +252,15 @@ def test_what_cannot_be_is_refused() -> None:
         )
     with pytest.raises(ValueError, match="no linear layer beside those that"):
         autopar.plan(model, batch, cluster="cpu", precision=Precision(linear=Float8(exclude=("*",))), search=asked)
+
+
+@pytest.mark.deep
+def test_layers_that_are_told_apart_are_captured_all() -> None:
+    """Blocks of which some are in float8 are not alike; where all are, three stand for them."""
+    model, batch = zoo.llama(layers=5)
+    for exclude, alike in ((("*.mlp.*",), True), (("model.layers.1.*",), False)):
+        program = program_to_plan(model, batch, precision=policy(exclude=exclude))
+        assert (program.repeat is not None) == alike, exclude
 
 
 @pytest.mark.deep
