@@ -28,9 +28,10 @@ def main() -> None:
     parser.add_argument("--loss", action="store_true", help="train, instead of predicting seconds")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each curve")
     parser.add_argument("--seeds", type=int, default=2, help="of each precision")
+    parser.add_argument("--only", nargs="*", choices=PRECISIONS, default=PRECISIONS, help="precisions; default: all")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
-    rows = losses(given.steps, given.seeds) if given.loss else predicted()
+    rows = losses(given.only, given.steps, given.seeds) if given.loss else predicted(given.only)
     print(json.dumps(rows, indent=1) if given.json else "\n".join(map(line, rows)), flush=True)
 
 
@@ -39,10 +40,10 @@ def line(row: dict[str, Any]) -> str:
     return "  ".join(f"{name}: {value}" for name, value in row.items())
 
 
-def losses(steps: int, seeds: int) -> list[dict[str, Any]]:
+def losses(precisions: list[str], steps: int, seeds: int) -> list[dict[str, Any]]:
     """Mean loss of each precision at thirds of the run, and the largest distance of a seed from it."""
     found = []
-    for precision in PRECISIONS:
+    for precision in precisions:
         curves = [curve(precision, seed, steps) for seed in range(seeds)]
         row: dict[str, Any] = {"precision": precision}
         for i, (step, _) in enumerate(curves[0]):
@@ -79,7 +80,7 @@ def curve(precision: str, seed: int, steps: int) -> list[tuple[int, float]]:
     return points
 
 
-def predicted() -> list[dict[str, Any]]:
+def predicted(precisions: list[str]) -> list[dict[str, Any]]:
     """Predicted seconds of a step under the search's plans."""
     import torch
     from transformers import AutoConfig, LlamaForCausalLM
@@ -94,7 +95,7 @@ def predicted() -> list[dict[str, Any]]:
         model = LlamaForCausalLM(config)
         ids = torch.zeros(64, 4096, dtype=torch.long)
     found = []
-    for precision in PRECISIONS:
+    for precision in precisions:
         search = autopar.Search(inexact=("fp8",), time_limit=60)
         plan = autopar.plan(
             model, {"input_ids": ids, "labels": ids}, cluster="h100", axes={"node": 4, "gpu": 8}, precision=precision,
