@@ -18,7 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-PRECISIONS = ("bf16", "fp8-tensorwise", "fp8-rowwise", "mxfp8")
+HEAD = "fp8, head in bf16"
+PRECISIONS = ("bf16", "fp8-tensorwise", "fp8-rowwise", "mxfp8", HEAD)
 WIDTH, BLOCKS, ROWS = 64, 2, 16
 
 
@@ -55,6 +56,13 @@ def losses(precisions: list[str], steps: int, seeds: int) -> list[dict[str, Any]
     return found
 
 
+def policy(name: str) -> Any:
+    """The argument ``precision=`` of a name."""
+    import autopar
+
+    return autopar.Precision(linear=autopar.Float8(exclude=("*head.*",))) if name == HEAD else name
+
+
 def curve(precision: str, seed: int, steps: int) -> list[tuple[int, float]]:
     """Loss on held-out text after thirds of the steps."""
     import torch
@@ -64,7 +72,7 @@ def curve(precision: str, seed: int, steps: int) -> list[tuple[int, float]]:
 
     torch.manual_seed(seed)
     module = autopar.parallelize(
-        language_model(seed, WIDTH, BLOCKS), None, precision=precision, search=autopar.Search(inexact=("fp8",))
+        language_model(seed, WIDTH, BLOCKS), None, precision=policy(precision), search=autopar.Search(inexact=("fp8",))
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     # In float32: a loss in bfloat16 has two digits.
@@ -98,7 +106,8 @@ def predicted(precisions: list[str]) -> list[dict[str, Any]]:
     for precision in precisions:
         search = autopar.Search(inexact=("fp8",), time_limit=60)
         plan = autopar.plan(
-            model, {"input_ids": ids, "labels": ids}, cluster="h100", axes={"node": 4, "gpu": 8}, precision=precision,
+            model, {"input_ids": ids, "labels": ids}, cluster="h100", axes={"node": 4, "gpu": 8},
+            precision=policy(precision),
             search=search,
         )  # fmt: skip
         sent = {axis: f"{n / 2**30:.2f} GiB" for axis, n in plan.predicted.communication_bytes.items()}
