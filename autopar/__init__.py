@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from autopar.ir.plan import Plan
-    from autopar.ir.precision import Precision
+    from autopar.ir.precision import Float8, Precision
     from autopar.module.low_communication.compressed.gradients import CompressedGradients
     from autopar.module.low_communication.local_steps import LocalSteps
     from autopar.parallelize import parallelize
@@ -52,6 +52,7 @@ __all__ = [
     "CompressedGradients",
     "DeadlockError",
     "EquivalenceReport",
+    "Float8",
     "InfeasibleError",
     "InvalidRuleError",
     "LocalSteps",
@@ -81,7 +82,7 @@ _MODULES = {
     "autopar.errors": "AutoparError CaptureError CertificateError DeadlockError InfeasibleError InvalidRuleError "
     "MissingRuleError PassError PlanError RankError VerifyError",
     "autopar.ir.plan": "Plan",
-    "autopar.ir.precision": "Precision",
+    "autopar.ir.precision": "Float8 Precision",
     "autopar.module.low_communication.compressed.gradients": "CompressedGradients",
     "autopar.module.low_communication.local_steps": "LocalSteps",
     "autopar.parallelize": "parallelize",

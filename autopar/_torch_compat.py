@@ -78,6 +78,7 @@ __all__ = [
     "reduce_found_inf_over_every_gradient",
     "refuse_items_of_unreduced",
     "said_by_kernel",
+    "scaled_mm",
     "selective_policy",
     "set_group_timeout",
     "spec_in",
@@ -136,6 +137,22 @@ def attention_kernel(
         q, k, v = (t.detach().requires_grad_() for t in (query, key, value))
         found: int = torch._fused_sdp_choice(q, k, v, bias, dropout_p, is_causal, enable_gqa=shared)
     return SDPBackend(found)
+
+
+def scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``(a * scale_a) @ (b * scale_b)`` of float8 matrices, ``a`` row-major and ``b`` column-major, summed in float32.
+
+    Args:
+        a: ``[rows, depth]``.
+        b: ``[depth, columns]``.
+        scale_a: float32, ``[1, 1]`` or ``[rows, 1]``.
+        scale_b: float32, ``[1, 1]`` or ``[1, columns]``.
+        dtype: of the result.
+    """
+    # Without fast accumulation: tensor cores of Hopper add up some products in fewer bits with it.
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=False)
 
 
 def pytree_node(kind: type) -> Any:

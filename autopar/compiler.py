@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from autopar.costs.cluster import Cluster
 from autopar.costs.device import Device
 from autopar.costs.memory import parse_bytes
 from autopar.errors import InfeasibleError, PlanError
-from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
+from autopar.ir.plan import INTERRUPTED, ROUNDED, TIME_LIMIT, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
 from autopar.ir.quantized.axes import WEIGHTS
@@ -30,12 +31,13 @@ from autopar.ir.signature.outputs import Loss
 from autopar.ir.signature.worker_rows import rows_of_worker, split_tensors
 from autopar.passes import PASSES, Pass, collector_paused, run_passes
 from autopar.passes.canonicalize import canonical
+from autopar.passes.canonicalize.float8 import float8_linear_layers
 from autopar.passes.canonicalize.precision import apply_precision
 from autopar.passes.rng.replicate import replicate_random
 from autopar.pipeline.custom_schedule import as_text
 from autopar.search import cache
 from autopar.search.flat import best_flat
-from autopar.search.formulation.local_axes import Axes, require_rows, worker_count
+from autopar.search.formulation.local_axes import FP8, Axes, require_rows, worker_count
 from autopar.search.formulation.pins import Restrictions, check_names
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
@@ -64,6 +66,13 @@ def captured(
     return apply_precision(program, precision, [t.dtype for t in binding.flatten(model, batch)[0]])
 
 
+def in_canonical_form(program: Program, precision: Precision | None) -> Program:
+    """A program as captured, in canonical form, with the float8 products of its policy."""
+    program = canonical(program)
+    linear = None if precision is None else precision.linear
+    return program if linear is None else float8_linear_layers(program, linear)
+
+
 def program_of(
     model: nn.Module,
     batch: Batch,
@@ -78,7 +87,8 @@ def program_of(
 
     Costs are counted as if a compiler fused kernels if ``fused``, see `autopar.rules.shapes.fused_kernels`.
     """
-    program = canonical(captured(model, batch, loss_fn=loss_fn, loss=loss, training=training, precision=precision))
+    graph = captured(model, batch, loss_fn=loss_fn, loss=loss, training=training, precision=precision)
+    program = in_canonical_form(graph, precision)
     logger.debug("captured %s operators, fingerprint %s", len(program.calls), program.fingerprint)
     return replace(program, fused=fused)
 
@@ -108,7 +118,8 @@ def program_to_plan(
     # Random layouts, layers that are planned apart, and stages that begin at named modules need all of the blocks.
     if search.recipe == "random" or not search.tie_layers or search.stage_modules:
         return make(model)
-    return abridge(model, make, search.layouts, say)
+    excluded = () if precision is None or precision.linear is None else precision.linear.exclude
+    return abridge(model, make, (*search.layouts, *excluded), say)
 
 
 def solve(
@@ -161,7 +172,7 @@ def solve(
         plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
         if machine.groups and plan.pipeline is None:
             plan = as_the_slowest(plan)
-        plan = plan.of_messages()
+        plan = plan.of_messages().in_float8(program.float8)
         if program.training and search.recipe != "random" and not job.restrictions.layouts:
             require_sent(sent_in_few_bits(program, plan, deterministic=deterministic), search.quantized)
         # A slower machine, or a shorter limit, must not decide for later searches.
@@ -253,6 +264,45 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
     return run_passes(part, plan.inner, passes)
 
 
+def policy_of(
+    model: nn.Module, precision: Precision | str | torch.dtype | None, search: Search | None, plan: Plan | None = None
+) -> Precision | None:
+    """The policy that an argument asks for; float8 layers are for who asks for them twice, as all that is inexact.
+
+    Args:
+        model: whose parameters ``exclude`` names.
+        precision: the argument.
+        search: which says what may be inexact.
+        plan: one that is given instead of searching, which says itself that its layers are in float8.
+
+    Raises:
+        ValueError: there is no such policy, float8 is not among ``inexact``, or ``exclude`` names no parameter.
+        PlanError: the plan computes linear layers in another way.
+    """
+    policy = Precision.resolve(precision)
+    linear = None if policy is None else policy.linear
+    how = "" if linear is None else str(linear)
+    if plan is not None and plan.float8 != how:
+        own = "the dtype of their results"
+        raise PlanError(
+            f"the plan computes linear layers in {plan.float8 or own}, and precision= asks for {how or own}: pass the "
+            "precision that it was planned for, or plan again"
+        )
+    if linear is None:
+        return policy
+    if plan is None and FP8 not in (search or Search()).inexact:
+        raise ValueError(
+            f"precision= computes linear layers in {how}: {ROUNDED}; ask for that with "
+            f"search=Search(inexact=({FP8!r},))"
+        )
+    for pattern in linear.exclude:
+        if not any(fnmatchcase(name, pattern) for name, _ in model.named_parameters(remove_duplicate=False)):
+            raise ValueError(
+                f"Float8(exclude=...) names {pattern!r}, which is no parameter of the model; see its names"
+            )
+    return policy
+
+
 def check_planning(
     model: nn.Module,
     batch: Batch | None,
@@ -330,7 +380,8 @@ def plan(
             `autopar.costs.budget` sets aside. On a cluster of several kinds of devices it is of those with the least
             memory, and stages on others may take as much more as these have.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
-        precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``; default: the model's own.
+        precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``; default: the model's own. ``"fp8"`` is
+            bfloat16 with linear layers in float8, see `Float8`.
         compile: the plan is for ``parallelize(..., compile=True)``: costs are those of kernels that a compiler fuses.
         search: limits and pins.
         progress: called with ``(phase, incumbent, bound)``.
@@ -342,7 +393,7 @@ def plan(
     require(batch=(batch, BATCH))
     check_planning(model, batch, loss_fn, loss, memory, optimizer, search)
     require(axes=(axes, optional(AXES)), compile=(compile, FLAG), progress=(progress, optional(FUNCTION)))
-    policy = Precision.resolve(precision)
+    policy = policy_of(model, precision, search)
     machine = Cluster.resolve(cluster)
     axes = axes or {"device": machine.devices or (machine.group_sizes[0] if machine.group_sizes else 1)}
     search = search or Search()

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
-from autopar.compiler import check_planning
+from autopar.compiler import check_planning, policy_of
 from autopar.costs.arguments import FLAG, FUNCTION, PATH, a, number, optional, require
 from autopar.costs.calibrate.allocator import keep_freed_memory
 from autopar.costs.cluster import Cluster
@@ -89,7 +89,8 @@ def parallelize(
             `autopar.costs.budget` sets aside for the context, communicators, workspaces and fragments.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then stored, reduced
-            and updated in float32; default: the model's own dtypes.
+            and updated in float32; default: the model's own dtypes. ``"fp8"`` is bfloat16 with linear layers in float8,
+            see `Float8`; it takes ``search=Search(inexact=("fp8",))``.
         deterministic: dropout and other random operators draw the same numbers as one device would, from the default
             generator, which must be in the same state on every rank; each rank draws whole tensors for that. Otherwise
             each rank draws its own shard, with seeds from rank 0's generator. No difference on one device.
@@ -121,9 +122,9 @@ def parallelize(
     _check_arguments(model, batch, inputs, outputs, lengths)
     if mesh is not None and search is not None and plan is None:
         search.require_axes(dict(axes_of(mesh)))
-    policy = Precision.resolve(precision)
     _check_optimizers(model)
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    policy = policy_of(model, precision, search, given)
     context, search = _context(model, mesh, given, search or Search(), timeout)
     if context.device.type == "cpu":
         keep_freed_memory()

@@ -138,7 +138,7 @@ OF_RULE: dict[str, list[Any]] = {
 }  # fmt: skip
 OF_PRECISION: dict[str, list[Any]] = {
     name: ["bf16", torch.int32, None, 1, [], NAN] for name in ("compute", "reduce", "master")
-}
+} | {"linear": ["fp8", torch.float8_e4m3fn, 1, [], NAN, True]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +184,8 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
         ("Cluster.resolve", lambda cluster: Cluster.resolve(cluster), {}, {"cluster": [None, *NO_PATH]}),
         ("Cluster.link_for", H100.link_for, {}, {"axis_sizes": [1, "a", None, [("a", 2)]]}),
         ("Precision", Precision, {}, OF_PRECISION),
+        ("Float8", autopar.Float8, {}, {
+            "scaling": ["rows", "", None, 1, [], b"rowwise"], "exclude": [None, "head", ["head"], ("",), (1,), {"head"}]}),
         ("Plan.save", plan.save, {}, {"path": [None, *NO_PATH]}),
         ("Plan.load", Plan.load, {}, {"path": [None, *NO_PATH]}),
         ("Plan.check", plan.check, given, {

@@ -220,6 +220,7 @@ RULE_LANGUAGE = (
     "autopar.ir.ops.random",
     "autopar.ir.ops.accumulate",
     "autopar.ir.ops.cross_entropy",
+    "autopar.ir.ops.float8",
     "autopar.ir.ops.routing",
     "autopar.ir.ops.sequence",
     "torch",

@@ -48,7 +48,7 @@ def test_every_name_has_a_contract() -> None:
         "masks_as_they_are", "new_fake_results", "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "recurrent_dropout", "redistributed",
         "reduce_found_inf_over_every_gradient",
-        "refuse_items_of_unreduced", "said_by_kernel", "selective_policy", "set_group_timeout",
+        "refuse_items_of_unreduced", "said_by_kernel", "scaled_mm", "selective_policy", "set_group_timeout",
         "spec_in",
         "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
         "traced_root",
@@ -753,3 +753,22 @@ def test_flex_attention_as() -> None:
     assert calls == [(("q", "k", "v", None, None, 2.0, False, False, None), {"return_aux": None})]
     q = torch.ones(1, 1, 4, 8)
     assert torch.equal(flex_attention(q, q, q), q)
+
+
+@pytest.mark.parametrize(
+    # With scales of rows kernels of GPUs write bfloat16 alone.
+    ("rowwise", "dtype"), [(False, torch.bfloat16), (False, torch.float32), (True, torch.bfloat16)],
+)  # fmt: skip
+def test_scaled_mm(rowwise: bool, dtype: torch.dtype) -> None:
+    """On the CPU, which has it too: scales of both kinds, formats mixed; what our own product gives without it."""
+    from autopar.ir.ops.float8 import product, quantize, scale
+
+    a, b = (torch.randn(n, 48, generator=torch.Generator().manual_seed(n)) for n in (32, 16))
+    dims = [1] if rowwise else [0, 1]
+    scales = scale(a, dims, "e5m2"), scale(b, dims, "e4m3")
+    values = quantize(a, scales[0], "e5m2"), quantize(b, scales[1], "e4m3")
+    left, right = values[0].view(torch.float8_e5m2), values[1].view(torch.float8_e4m3fn)
+    found = compat.scaled_mm(left, right.t(), scales[0], scales[1].t(), dtype)
+    expected = product(*values, *scales, "e5m2", "e4m3", dtype)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)

@@ -30,7 +30,7 @@ Memory = Annotated[str | None, typer.Option(help="Budget per device, such as 70G
 Optimizer = Annotated[str, typer.Option(help="Optimizer whose state counts: adamw, adam, sgd, sgd-momentum, adagrad.")]
 Policy = Annotated[
     str | None,
-    typer.Option(metavar="bf16|fp16|...", help="Compute in this dtype; parameters and reductions stay in fp32."),
+    typer.Option(metavar="bf16|fp16|fp8|...", help="Compute in this dtype; parameters and reductions stay in fp32."),
 ]
 
 # What the search may choose.
@@ -41,7 +41,7 @@ RolesOption = Annotated[
 Inexact = Annotated[
     str,
     typer.Option(
-        "--inexact", metavar="CHOICE,...", help="Allow what changes numbers: roles local, compressed; quantized."
+        "--inexact", metavar="CHOICE,...", help="Allow what changes numbers: roles local, compressed; fp8, quantized."
     ),
 ]
 Quantize = Annotated[

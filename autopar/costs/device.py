@@ -15,7 +15,13 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "br
 """Collectives that have a cost model, in `autopar.costs.collectives`."""
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""The dtypes whose peak a device may state."""
+"""The dtypes of torch whose peak a device may state."""
+
+FLOAT8 = "float8"
+"""Products of float8 operands, of either format, accumulated in float32."""
+
+RATES = (*FLOAT_DTYPES, FLOAT8)
+"""What a device may state a peak for."""
 
 KIND_NAMES = ("cuda", "rocm", "cpu")
 """Kinds of devices: what a process has on one besides tensors depends on it, see `autopar.costs.budget`."""
@@ -39,7 +45,7 @@ class Device:
 
     Attributes:
         name: for people.
-        flops: peak floating-point operations per second by dtype name, dense.
+        flops: peak floating-point operations per second by dtype name, dense; `FLOAT8` where kernels multiply it.
         memory: bytes.
         bandwidth: of its memory, in bytes per second.
         launch: seconds that every kernel costs however little it does.
@@ -83,10 +89,10 @@ class Device:
                 f"flops must give operations per second by dtype, e.g. float32 = 1e12, got {shown(self.flops)}"
             )
         for dtype in self.flops:
-            if dtype not in FLOAT_DTYPES:
-                raise ValueError(f"flops.{dtype} is not a known dtype{suggest(dtype, FLOAT_DTYPES)}")
+            if dtype not in RATES:
+                raise ValueError(f"flops.{dtype} is not a known dtype{suggest(dtype, RATES)}")
         # A plain dict, in one order: a read-only proxy could not be pickled, and ranks exchange clusters.
-        flops = {d: _positive(f"flops.{d}", self.flops[d]) for d in FLOAT_DTYPES if d in self.flops}
+        flops = {d: _positive(f"flops.{d}", self.flops[d]) for d in RATES if d in self.flops}
         object.__setattr__(self, "flops", flops)
         # Figures from TOML may be integers: as floats, equal devices have equal texts and fingerprints.
         for key in ("memory", "bandwidth", "launch", *_SHARES):

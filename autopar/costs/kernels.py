@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopar.costs.cluster import Device
+from autopar.costs.device import FLOAT8
 
 Array = NDArray[np.float64]
 
@@ -34,6 +35,10 @@ kernels (the same guide, section 4.1). The rate is fitted: 50257 words cost twic
 which torch does not put on tensor cores, are as fast at any size: measured on an H200."""
 
 _ON_TENSOR_CORES = ("bfloat16", "float16")
+
+ALIGNED_FLOAT8 = 16
+"""Kernels of float8 take no other sizes of columns and depth: `autopar.ir.ops.float8.product` widens these to float32
+before it multiplies."""
 
 BATCHED = 0.5
 """Rate of batched products relative to single ones: theirs is attention's, of transposed views. Fitted, too.
@@ -128,7 +133,8 @@ def busy_seconds(work: Work, dtype: str, device: Device) -> Array:
     arithmetic = work.flops / np.where(products, rate, rate * device.fused)
     # A CPU core works through a product without waves: its sizes are not quantized.
     if device.units > 1 and np.any(products):
-        arithmetic = np.where(products, _tiled(work, rate, device, dtype in _ON_TENSOR_CORES), arithmetic)
+        rates = rate * _alignment(work, dtype, device)
+        arithmetic = np.where(products, _tiled(work, rates, device), arithmetic)
     return np.maximum(arithmetic, work.moved / (device.bandwidth * device.streaming))
 
 
@@ -153,10 +159,17 @@ def host_wait_seconds(device: Device) -> float:
     return 0.0 if device.kind == "cpu" else 2 * device.launch + device.host
 
 
-def _tiled(work: Work, rate: float, device: Device, on_tensor_cores: bool) -> Array:
+def _alignment(work: Work, dtype: str, device: Device) -> Array:
+    """The rate of each product relative to one whose sizes suit the kernels."""
+    if dtype == FLOAT8:
+        aligned = (work.columns % ALIGNED_FLOAT8 == 0) & (work.depth % ALIGNED_FLOAT8 == 0)
+        return np.where(aligned, 1.0, device.peak("float32") / device.peak(FLOAT8))
     aligned = (work.rows % ALIGNED == 0) & (work.columns % ALIGNED == 0) & (work.depth % ALIGNED == 0)
-    aligned |= not on_tensor_cores
-    rates = np.where(aligned, 1.0, UNALIGNED) * work.rate * rate
+    return np.where(aligned | (dtype not in _ON_TENSOR_CORES), 1.0, UNALIGNED)
+
+
+def _tiled(work: Work, rate: Array, device: Device) -> Array:
+    rates = work.rate * rate
     best = np.full(work.rows.shape, math.inf)
     for rows, columns, relative in TILES:
         # Partial tiles take as long as whole ones, and so does a last wave that leaves units idle.

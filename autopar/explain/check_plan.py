@@ -16,6 +16,7 @@ from autopar.compiler import (
     default_memory,
     for_devices,
     part_of_worker,
+    policy_of,
     program_of,
     program_to_plan,
     require_same_graph,
@@ -75,7 +76,7 @@ def check_plan(
             f"{_shown(read_quantized(given.quantized))}; {AGAIN}"
         )
     search = replace(given, check=True, cache=False)
-    axes, policy = dict(plan.axes), Precision.resolve(precision)
+    axes, policy = dict(plan.axes), policy_of(model, precision, None, plan)
     batch = part_of_worker(model, batch, plan.workers)
     program = program_to_plan(
         model, batch, loss_fn=loss_fn, loss=loss, precision=policy, fused=plan.fused, search=search, progress=progress

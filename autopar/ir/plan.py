@@ -150,6 +150,9 @@ WORKER = {
 }
 """What a certificate says of a plan with workers, by the role of their axis."""
 
+ROUNDED = "operands are rounded to 4 or 3 significant bits, not equal to training without it"
+"""What plan and certificate say of float8 layers."""
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -230,6 +233,7 @@ class Plan:
         secondary: axes along which copies of parameters that the backward pass gathers stay split, where there are such
             copies, see `autopar.passes.copy_for_backward`; empty: it reads the parameters themselves.
         expert_load: of experts, which time and memory are predicted with, see `autopar.ir.layout.imbalance_of`.
+        float8: how linear layers compute in float8, an `autopar.Float8` as text; empty: they do not.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -259,6 +263,8 @@ class Plan:
     worker_role: str = "local"
     quantized: tuple[QuantizedAxis, ...] = ()
     secondary: tuple[str, ...] = ()
+    expert_load: tuple[float, ...] = ()
+    float8: str = ""
 
     def of_messages(self) -> Plan:
         """The plan whose certificate says what is sent in few bits, if something is."""
@@ -267,8 +273,6 @@ class Plan:
         note = f"{'; '.join(map(str, self.quantized))}: not equal to exact training"
         return replace(self, certificate=replace(self.certificate, space=f"{self.certificate.space}; {note}"))
 
-    expert_load: tuple[float, ...] = ()
-
     def of_workers(self, workers: tuple[tuple[str, int], ...], role: str) -> Plan:
         """The plan as that of each of some workers, whose axis has this role; the certificate says what that means."""
         if not workers:
@@ -276,6 +280,13 @@ class Plan:
         note = f"{WORKER[role]}, {' x '.join(f'{axis}={n}' for axis, n in workers)}"
         certificate = replace(self.certificate, space=f"{self.certificate.space}; {note}")
         return replace(self, workers=workers, worker_role=role, certificate=certificate)
+
+    def in_float8(self, how: str) -> Plan:
+        """The plan as one whose linear layers compute in float8; the certificate says so."""
+        if not how:
+            return self
+        certificate = replace(self.certificate, space=f"{self.certificate.space}; linear layers in {how}: {ROUNDED}")
+        return replace(self, float8=how, certificate=certificate)
 
     @property
     def inner(self) -> Plan:
@@ -335,6 +346,7 @@ class Plan:
         data["quantized"] = [asdict(q) for q in self.quantized]
         data["secondary"] = list(self.secondary)
         data["expert_load"] = list(self.expert_load)
+        data["float8"] = self.float8
         data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         for name in ("recompute", "offload"):
@@ -521,6 +533,7 @@ class _File:
     quantized: tuple[QuantizedAxis, ...] = ()
     secondary: tuple[str, ...] = ()
     expert_load: tuple[float, ...] = ()
+    float8: str = ""
     recompute: Ranges = field(default_factory=dict)
     offload: Ranges = field(default_factory=dict)
 

@@ -92,7 +92,7 @@ class Search:
         cache: a plan that was found before for the same program, cluster and options is read, see
             `autopar.search.cache`.
         inexact: choices that change the numbers, and are refused unless they are named: the roles ``local`` and
-            ``compressed``, and ``quantized``.
+            ``compressed``, ``quantized``, and ``fp8``, linear layers in float8 (``precision="fp8"``).
         quantized: by axis, bits (8 or 4) of each number of ``weights`` that are gathered and of ``gradients`` that are
             reduced into shards along it, such as ``{"node": {"weights": 8, "gradients": 4}}``, where that makes the
             message smaller, see `autopar.ir.quantized`.

@@ -75,6 +75,10 @@ def emitted_kernels(operator: Operator, strategy: tuple[str, ...], machine: Mach
 
 def arithmetic_dtype(operator: Operator, device: Device) -> str:
     """The dtype at whose rate the operator computes."""
+    if operator.rule.rate:
+        # Where no kernel takes them, operands are widened first, at the least to float32.
+        wide = ("float32", "float64")[operator.outputs[0] is not None and operator.outputs[0].dtype == "float64"]
+        return operator.rule.rate if operator.rule.rate in device.flops else wide
     types = (t.dtype for t in (*operator.outputs, *operator.inputs) if t is not None)
     return next((dtype for dtype in types if dtype in device.flops), "float32")
 
@@ -83,11 +87,13 @@ def arithmetic_dtype(operator: Operator, device: Device) -> str:
 def product_letters(operator: Operator) -> Product | None:
     """How the operator is a matrix product; None if it is none."""
     rule = operator.rule
-    if not rule.flops or not rule.reduce or len(rule.inputs) != 2 or len(operator.outputs) != 1:
+    # Products of float8 values take two scales besides.
+    count = 2 if not rule.rate else 4
+    if not rule.flops or not rule.reduce or len(rule.inputs) != count or len(operator.outputs) != 1:
         return None
-    if any(len(dim) != 1 for tensor in (*rule.inputs, *rule.outputs) for dim in tensor or ()):
+    if any(len(dim) != 1 for tensor in (*rule.inputs[:2], *rule.outputs) for dim in tensor or ()):
         return None
-    a, b, out = ({c for dim in tensor or () for c in dim} for tensor in (*rule.inputs, *rule.outputs))
+    a, b, out = ({c for dim in tensor or () for c in dim} for tensor in (*rule.inputs[:2], *rule.outputs))
 
     def named(group: set[str]) -> str:
         return "".join(c for c in rule.letters if c in group)

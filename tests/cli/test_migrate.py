@@ -327,6 +327,6 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         {
             "key": "model.converters",
             "value": '["float8"]',
-            "says": "converters (float8) change the model: there is no float8",
+            "says": "they change the model; float8, by hand: precision='fp8', inexact=('fp8',)",
         }
     ]

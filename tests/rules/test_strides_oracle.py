@@ -10,6 +10,7 @@ import torch
 
 from autopar.errors import InvalidRuleError
 from autopar.ir.ops.attention import attention, attention_backward, attention_drawing_backward
+from autopar.ir.ops.float8 import block_product, product
 from autopar.ir.ops.routing import collect
 from autopar.ir.ops.sequence.masked_attention import attention_masked, attention_masked_backward
 from autopar.rules.oracle.call import map_tensors, rule_of
@@ -66,7 +67,7 @@ DECLARED = [
 ]  # fmt: skip
 ON_GPUS_ONLY = {
     aten._fused_rms_norm_backward.default, aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._grouped_mm.default, attention_drawing_backward,
+    aten._grouped_mm.default, attention_drawing_backward, product, block_product,
 }  # fmt: skip
 """What stands in for their kernels here does not need what they do."""
 

@@ -20,7 +20,7 @@ from autopar._torch_compat import OpOverload, storage_id
 from autopar.errors import InvalidRuleError
 from autopar.ir.graph import Value, map_nodes, producer, tensor_arguments, values_of
 from autopar.ir.node_info import info
-from autopar.ir.ops import attention, balanced_attention, cross_entropy, exchange, routing
+from autopar.ir.ops import attention, balanced_attention, cross_entropy, exchange, float8, routing
 from autopar.ir.ops.collectives import COALESCED, IN_PLACE, c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.random import replayed, seeded
@@ -46,6 +46,8 @@ ROW_MAJOR_RESULTS = frozenset({
     aten.stack.default, aten.topk.default, aten.tril.default, aten.triu.default, aten.full.default, aten.zeros.default,
     aten.ones.default, aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default,
     aten.eye.default, cross_entropy.cross_entropy, cross_entropy.cross_entropy_backward,
+    float8.scale, float8.quantize, float8.product,
+    float8.block_scale, float8.block_quantize, float8.block_product,
     routing.sort_by_expert, routing.route, routing.collect, routing.group_ends, routing.add_by_expert,
     c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
     c10d.all_to_all_single.default, exchange.exchange_rows, exchange.own_rows, exchange.place_rows,

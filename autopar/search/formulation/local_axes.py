@@ -21,8 +21,12 @@ Axes = tuple[tuple[str, int], ...]
 """Name and size of each mesh axis, outermost first."""
 
 QUANTIZED = "quantized"
+"""Messages in few bits, `Search.quantized`."""
 
-INEXACT = (*WORKER_ROLES, QUANTIZED)
+FP8 = "fp8"
+"""Linear layers in float8, a choice of ``precision=``."""
+
+INEXACT = (*WORKER_ROLES, QUANTIZED, FP8)
 """Choices that change numbers."""
 
 _WHY = {
@@ -46,7 +50,7 @@ def check_inexact(inexact: tuple[str, ...], roles: Mapping[str, str], quantized:
         if choice not in INEXACT:
             raise ValueError(f"inexact= names {shown(choice)}; there are {', '.join(INEXACT)} that change numbers")
     for axis, role in roles.items():
-        if role in INEXACT and role not in inexact:
+        if role in WORKER_ROLES and role not in inexact:
             raise ValueError(
                 f"roles= gives axis {axis!r} the role {role!r}: {_WHY[role]}, which is not equal to synchronous "
                 f"training; ask for that with inexact=({role!r},)"
