@@ -101,7 +101,7 @@ OF_PINS: dict[str, list[Any]] = {
     "recompute": ["all", 1, None, []], "offload": ["all", 1, True], "overlap": ["all", 1, None],
     "microbatches": [0, -1, 1.5, True, "2", NAN, [], None], "stages": [0, -1, 1.5, True, "2", [], [1], [""], None],
     "secondary": [0, True, None, "", [], {}, [1], [""]],
-    "w": [5, "T(0)", "S", "S(x)", "P(sum)", {"a": 5}, ("S(0)", "Q"), NAN],
+    "w": [5, "Z(0)", "S", "S(x)", "P(sum)", {"a": 5}, ("S(0)", "Q"), NAN],
 }  # fmt: skip
 OF_STAGES: dict[str, list[Any]] = {
     "virtual": [0, -1, 1.5, True, "2", None], "stage_axis": NOT_TEXT, "schedule": ["1f2b", 7, [], [7], [["0F0", 7]], None],
