@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from autopar.costs.cluster import Cluster
-from autopar.parallelize import _budget, _cluster
+from autopar.parallelize import _cluster
 from autopar.runtime.mesh import MeshContext, one_device
+from autopar.specialize import default_budget
 
 GIB = 2**30
 
@@ -43,11 +44,11 @@ def test_a_device_of_no_preset_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_default_budget_is_of_the_device_and_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     context = context_of(monkeypatch, "NVIDIA H100 80GB HBM3", 79.1 * GIB)
-    budget = _budget(context, Cluster.preset("cpu"))
+    budget = default_budget(context, Cluster.preset("cpu"))
     assert [t.name for t in budget.reserve.terms()] == ["process", "communicators", "workspace", "fragments"]
     assert budget.reserve.groups == 1 and 0.9 < budget / (79.1 * GIB) < 0.95
     # A process of a machine without GPUs has its share, and leaves half of that to everything else.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    share = _budget(one_device(torch.device("cpu")), Cluster.preset("cpu"))
+    share = default_budget(one_device(torch.device("cpu")), Cluster.preset("cpu"))
     assert [t.name for t in share.reserve.terms()] == ["others"]
     assert share * 8 == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

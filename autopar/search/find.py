@@ -103,7 +103,8 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
     rounds = _Rounds(program, dims, job, classes)
     if job.stages is None:
         rounds.search(rounds.all_hidden)
-        if rounds.best.certificate.binds and not rounds.above_bound(CLOSE_WITHIN):
+        few = len(job.axes) == 1  # of whose layouts a round takes a second
+        if rounds.best.certificate.binds and not rounds.above_bound(CLOSE if few else CLOSE_WITHIN):
             # What the budget costs is far more than what is left to hide, and each round would search it anew.
             return rounds.result()
         if rounds.cut_in_vain():
