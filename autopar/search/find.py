@@ -103,9 +103,10 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
     rounds = _Rounds(program, dims, job, classes)
     if job.stages is None:
         rounds.search(rounds.all_hidden)
-        few = len(job.axes) == 1  # of whose layouts a round takes a second
-        if rounds.best.certificate.binds and not rounds.above_bound(CLOSE if few else CLOSE_WITHIN):
-            # What the budget costs is far more than what is left to hide, and each round would search it anew.
+        # What the budget costs is far more than what is left to hide, and each round would search it anew: on one axis
+        # in a second.
+        close = CLOSE if len(job.axes) == 1 else CLOSE_WITHIN
+        if rounds.best.certificate.binds and not rounds.above_bound(close):
             return rounds.result()
         if rounds.cut_in_vain():
             rounds.in_one_piece()
