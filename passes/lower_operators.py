@@ -14,15 +14,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import fx
 
-from autopar.ir.graph import inherit_origin, is_operator, producer
+from autopar.ir.graph import inherit_origin, insert_call, is_operator, producer
 from autopar.ir.node_info import info, set_info, torch_meta
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.lowered.emit import emit_lowering, lowered_letters
 from autopar.sharding.redistribute import Machine
+
+aten = torch.ops.aten
 
 
 def lower_operators(program: Program, plan: Plan) -> Program:
@@ -80,12 +83,12 @@ def _describe(other: fx.Node, node: fx.Node) -> None:
 
 def _stand_in(node: fx.Node, index: int, value: fx.Node, *, several: bool) -> None:
     """Let ``value`` be output ``index`` of ``node`` for all its users."""
-    source, position = producer(value)
-    # The notes of a node are of all its outputs; a second output could not have its own.
-    if position:
-        raise ValueError(f"the lowering of {node.target} returns output {position} of {source.target}, not the first")
-    _describe(source, node)
-    set_info(source, info(source).only(index))
+    if producer(value)[0] is not value:
+        # The notes of a node are of all its outputs: one of several, as of a ring of one device, has none of its own.
+        with node.graph.inserting_before(node):
+            value = insert_call(node.graph, value, aten.alias.default, value)
+    _describe(value, node)
+    set_info(value, info(value).only(index))
     if not several:
         set_info(value, replace(info(value), offloaded=info(node).offloaded))
         node.replace_all_uses_with(value)

@@ -14,13 +14,17 @@ After::
 The padding goes through every operator that stays right with it (`autopar.rules.rule.padding_of`); what an operator
 needs there is filled in. Any other operator gets its arguments without padding (`aten.narrow`), and its results are
 padded again where that is wanted (`aten.pad`). Parameters and gradients enter and leave the step without it.
+
+Heads of attention are padded, too, which are a factor of dims of weights, ``[heads:25 x head_dim:64, hidden]``: such
+weights are kept as they are, and get their padding in the graph, further heads of zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -30,6 +34,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Value, inherit_origin, is_operator, producer, replace_tensor_arguments, tensor_arguments
 from autopar.ir.layout import Factor, TensorType
 from autopar.ir.node_info import info, set_info
+from autopar.ir.ops.attention import attention
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.rules.rule import Rule, find_rule, lengthened, padding_of, vanishes
@@ -76,25 +81,64 @@ def padded_factors(program: Program, dims: Dims, shapes: Shapes) -> dict[int, in
     """Padded size of factors, by their `id`: factors of one name and size may be different ones.
 
     Raises:
-        PlanError: a dim has several factors, or two sizes are asked of one factor.
+        PlanError: a dim has several factors, none of them heads, or two sizes are asked of one factor.
     """
     found: dict[int, int] = {}
     missing = set(shapes) - {i.name for i in program.inputs if i.kind == "parameter"}
     if missing:
         raise PlanError(f"the plan pads parameter {min(missing)!r}, which the model does not have; plan again")
+    heads = attention_heads(program, dims)
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         shape = shapes.get(spec.name) if spec.kind == "parameter" else None
         if shape is None:
             continue
         type_ = dims.type_of(node)
+        fits = len(shape) == len(type_.dims)
         for dim, n, wanted in zip(type_.dims, type_.shape, shape, strict=False):
-            fits = len(shape) == len(type_.dims) and (n == wanted or (len(dim) == 1 and wanted > n))
-            if not fits or (n != wanted and found.setdefault(id(dim[0]), wanted) != wanted):
-                raise PlanError(
-                    f"the plan pads parameter {spec.name!r} to {list(shape)}, which the model's dims ({type_}) do not "
-                    "allow; plan again"
-                )
+            if n != wanted:
+                own = [f for f in dim if len(dim) == 1 or id(f) in heads]
+                longer, rest = divmod(wanted * own[0].size, n) if len(own) == 1 else (0, 1)
+                fits = fits and not rest and longer > own[0].size
+                fits = fits and found.setdefault(id(own[0]), longer) == longer
+        if not fits:
+            raise PlanError(
+                f"the plan pads parameter {spec.name!r} to {list(shape)}, which the model's dims ({type_}) do not "
+                "allow; plan again"
+            )
     return found
+
+
+def attention_heads(program: Program, dims: Dims) -> dict[int, Factor]:
+    """Factors that are the heads of keys in some attention, by their `id`."""
+    keys = (dims.types[program.sources[node][1]].dims[1] for node in dims.operators if node.target is attention)
+    return {id(heads[0]): heads[0] for heads in keys if len(heads) == 1}
+
+
+class _Place(NamedTuple):
+    """Where the padding of a dim is: after ``size`` elements of each of ``blocks``, which are ``longer`` with it."""
+
+    blocks: int
+    size: int
+    longer: int
+
+    @property
+    def padded(self) -> int:
+        """Size of the padded dim."""
+        return self.blocks * self.longer
+
+
+def _by_letter(
+    operator: Operator, group: Sequence[str], dim: Sequence[Factor]
+) -> Iterator[tuple[str, Sequence[Factor]]]:
+    """The letters of a dim and the factors of each; none of letters of which they are not known."""
+    if len(group) == 1:
+        yield group[0], dim
+        return
+    counts = [len(operator.letters[c].factors) if c in operator.letters else 0 for c in group]
+    known, at = sum(counts) == len(dim), 0
+    for c, count in zip(group, counts, strict=True):
+        yield c, dim[at : at + count] if known else ()
+        at += count
 
 
 class _Padding:
@@ -105,7 +149,7 @@ class _Padding:
         padding: padded dims of each value, as its operator makes it.
         holds: padded dims of each node of the copy that is an argument.
         forms: the nodes of the copy that are a value with some of its dims padded.
-        masks: the nodes that say which elements of a dim are padding, by size, padded size and dims after it.
+        masks: the nodes that say which elements of a dim are padding, by its place and dims after it.
     """
 
     def __init__(self, program: Program, dims: Dims, sizes: Mapping[int, int]) -> None:
@@ -115,7 +159,7 @@ class _Padding:
         self.padding: dict[Value, Fills] = {}
         self.holds: dict[fx.Node, Fills] = {}
         self.forms: dict[Any, fx.Node] = {}
-        self.masks: dict[tuple[int, int, int], fx.Node] = {}
+        self.masks: dict[tuple[_Place, int], fx.Node] = {}
         # Fake tensors of one mode only can meet in an operator.
         self.mode: Any = next(n.meta["val"].fake_mode for n in program.placeholders)
 
@@ -167,12 +211,17 @@ class _Padding:
         return finals
 
     def paddable(self, type_: TensorType) -> Fills:
-        """Dims that would be padded, zeros in the padding."""
-        return {d: 0.0 for d, dim in enumerate(type_.dims) if self.padded_size(dim)}
+        """Dims of a parameter that would be padded, zeros in the padding."""
+        return {d: 0.0 for d, dim in enumerate(type_.dims) if len(dim) == 1 and self.place(dim)}
 
-    def padded_size(self, dim: tuple[Factor, ...]) -> int:
-        """Size of a padded dim; 0 for any other."""
-        return self.sizes.get(id(dim[0]), 0) if len(dim) == 1 else 0
+    def place(self, dim: Sequence[Factor]) -> _Place | None:
+        """Where the padding of a dim is; None: it has none, or more than one."""
+        own = [i for i, f in enumerate(dim) if id(f) in self.sizes]
+        if len(own) != 1:
+            return None
+        sizes, at = [f.size for f in dim], own[0]
+        after = math.prod(sizes[at + 1 :])
+        return _Place(math.prod(sizes[:at]), sizes[at] * after, self.sizes[id(dim[at])] * after)
 
     def copy(self, node: fx.Node, padded: Fills) -> None:
         """Copy a placeholder, longer where it is padded, a constant, or an output of an operator with several."""
@@ -195,10 +244,8 @@ class _Padding:
     def shape(self, node: fx.Node, output: int) -> list[int]:
         """Padded shape of an output."""
         type_, padded = self.dims.types[node, output], self.padding[node, output]
-        return [
-            self.padded_size(dim) if d in padded else n
-            for d, (dim, n) in enumerate(zip(type_.dims, type_.shape, strict=True))
-        ]
+        places = [self.place(dim) if d in padded else None for d, dim in enumerate(type_.dims)]
+        return [n if place is None else place.padded for place, n in zip(places, type_.shape, strict=True)]
 
     def operator(self, node: fx.Node) -> None:
         """An operator on longer tensors, as far as it stays right with padding."""
@@ -207,9 +254,7 @@ class _Padding:
         arguments = enumerate(tensor_arguments(node))
         values = [self.with_padding(a, self.wanted(operator, i, letters), node) for i, a in arguments]
         for i, dims_or_none in enumerate(operator.rule.outputs):
-            padded = [
-                (d, group[0]) for d, group in enumerate(dims_or_none or ()) if len(group) == 1 and group[0] in letters
-            ]
+            padded = [(d, c) for d, group in enumerate(dims_or_none or ()) for c in group if c in letters]
             self.padding[node, i] = {d: self.padding_of_output(node, c, values) for d, c in padded}
         args, kwargs = replace_tensor_arguments(node, values)
         if letters:
@@ -225,9 +270,10 @@ class _Padding:
         """What argument number ``i`` must hold in its padding."""
         found: Fills = {}
         for d, group in enumerate(operator.rule.inputs[i]):
-            if len(group) != 1 or group[0] not in letters:
+            letter = next((c for c in group if c in letters), None)
+            if letter is None:
                 continue
-            padding = padding_of(operator.rule, group[0])
+            padding = padding_of(operator.rule, letter)
             assert padding is not None
             found[d] = padding.inputs[i] if i < len(padding.inputs) else None
             if operator.inputs[i].dtype.startswith("int"):
@@ -241,17 +287,26 @@ class _Padding:
             return {}
         pairs = [*zip(rule.inputs, operator.inputs, strict=True), *zip(rule.outputs, operator.outputs, strict=False)]
         sources = [*self.program.sources[node], *((node, i) for i in range(len(operator.outputs)))]
-        found: dict[str, set[tuple[int, int]]] = {}
+        found: dict[str, set[tuple[tuple[int, int], ...]]] = {}
         for (dims, type_), source in zip(pairs, sources, strict=False):
             if dims is None or type_ is None:
                 continue
             for group, dim in zip(dims, self.dims.types[source].dims, strict=True):
-                size = self.padded_size(dim) if len(group) == 1 else 0
-                for c in group:
-                    found.setdefault(c, set()).add((dim[0].size, size) if size else (0, 0))
+                for c, factors in _by_letter(operator, group, dim):
+                    sizes = tuple((f.size, self.sizes.get(id(f), f.size)) for f in factors)
+                    found.setdefault(c, set()).add(sizes if self.place(dim) else ())
         # A letter that is padded in one tensor and not in another (a factor of its own there) must stay as it is.
-        single = {c: next(iter(sizes)) for c, sizes in found.items() if len(sizes) == 1}
-        return {c: (n, size) for c, (n, size) in single.items() if size and padding_of(rule, c) is not None}
+        single = {c: next(iter(patterns)) for c, patterns in found.items() if len(patterns) == 1}
+        letters = {}
+        for c, pattern in single.items():
+            at = next((i for i, (n, longer) in enumerate(pattern) if n != longer), None)
+            if at is None or padding_of(rule, c) is None:
+                continue
+            n, longer = (math.prod(column) for column in zip(*pattern, strict=True))
+            # What a rule says of its padding is said of one at the end.
+            if math.prod(n for n, _ in pattern[:at]) == 1 or c not in (rule.padded or {}):
+                letters[c] = n, longer
+        return letters
 
     def padding_of_output(self, node: fx.Node, letter: str, values: list[fx.Node]) -> float | None:
         """What the padding of a letter holds in the outputs; None: it is not known."""
@@ -275,22 +330,18 @@ class _Padding:
         if key in self.forms:
             return self.forms[key]
         type_, made, holds = self.dims.type_of(value), self.made[value], dict(native)
+        places = [self.place(dim) for dim in type_.dims]
         for d in [d for d in native if d not in wanted]:
-            made = self.call(user, aten.narrow.default, made, d, 0, type_.shape[d])
+            made = self.cut(user, made, d, places[d])
             del holds[d]
         missing = [d for d in wanted if d not in native]
         if missing:
-            # `aten.pad` names the ends of dims from the last one on, two numbers each.
-            ends = [0] * (2 * len(type_.dims))
-            for d in missing:
-                ends[2 * (len(type_.dims) - 1 - d) + 1] = self.padded_size(type_.dims[d]) - type_.shape[d]
-            made = self.call(user, aten.pad.default, made, ends, "constant", 0.0)
+            made = self.longer(user, made, {d: places[d] for d in missing})
             # New zeros lie in the padding of other dims, too: that holds what it held only if it held zeros.
             holds = {**{d: h if h == 0.0 else None for d, h in holds.items()}, **dict.fromkeys(missing, 0.0)}
         for d, fill in wanted.items():
             if fill is not None and holds[d] != fill:
-                size, after = self.padded_size(type_.dims[d]), len(type_.dims) - 1 - d
-                mask = self.mask(user, type_.shape[d], size, after)
+                mask = self.mask(user, places[d], len(type_.dims) - 1 - d)
                 made = self.call(user, aten.masked_fill.Scalar, made, mask, fill)
                 # Likewise: where two paddings meet, the later fill stands.
                 holds = {k: h if h == fill else None for k, h in holds.items()} | {d: fill}
@@ -298,15 +349,55 @@ class _Padding:
         self.forms[key] = made
         return made
 
-    def mask(self, user: fx.Node, size: int, padded: int, after: int) -> fx.Node:
+    def cut(self, user: fx.Node, made: fx.Node, d: int, place: _Place | None) -> fx.Node:
+        """A tensor without the padding of one of its dims."""
+        assert place is not None
+        shape = list(made.meta["val"].shape)
+        if place.blocks == 1:
+            return self.call(user, aten.narrow.default, made, d, 0, place.size)
+        made = self.call(user, aten.reshape.default, made, [*shape[:d], place.blocks, place.longer, *shape[d + 1 :]])
+        made = self.call(user, aten.narrow.default, made, d + 1, 0, place.size)
+        return self.call(user, aten.reshape.default, made, [*shape[:d], place.blocks * place.size, *shape[d + 1 :]])
+
+    def longer(self, user: fx.Node, made: fx.Node, places: Mapping[int, _Place | None]) -> fx.Node:
+        """A tensor with zeros in the padding of some dims."""
+        shape = list(made.meta["val"].shape)
+        ends = {d: p.longer - p.size for d, p in places.items() if p is not None and p.blocks == 1}
+        if ends:
+            made = self._pad(user, made, ends)
+        for d, place in places.items():
+            if place is None or place.blocks == 1:
+                continue
+            shape = list(made.meta["val"].shape)
+            blocks = [*shape[:d], place.blocks, place.size, *shape[d + 1 :]]
+            made = self._pad(
+                user, self.call(user, aten.reshape.default, made, blocks), {d + 1: place.longer - place.size}
+            )
+            made = self.call(user, aten.reshape.default, made, [*shape[:d], place.padded, *shape[d + 1 :]])
+        return made
+
+    def _pad(self, user: fx.Node, made: fx.Node, ends: Mapping[int, int]) -> fx.Node:
+        # `aten.pad` names the ends of dims from the last one on, two numbers each.
+        ndim = made.meta["val"].ndim
+        numbers = [0] * (2 * ndim)
+        for d, more in ends.items():
+            numbers[2 * (ndim - 1 - d) + 1] = more
+        return self.call(user, aten.pad.default, made, numbers, "constant", 0.0)
+
+    def mask(self, user: fx.Node, place: _Place | None, after: int) -> fx.Node:
         """Which elements of a dim are padding, broadcast over the ``after`` dims that follow it."""
-        key = (size, padded, after)
+        assert place is not None
+        key = (place, after)
         if key not in self.masks:
             device = self.program.placeholders[0].meta["val"].device
-            positions = self.call(user, aten.arange.default, padded, device=device)
-            outside = self.call(user, aten.ge.Scalar, positions, size)
+            positions = self.call(user, aten.arange.default, place.padded, device=device)
+            if place.blocks > 1:
+                positions = self.call(user, aten.remainder.Scalar, positions, place.longer)
+            outside = self.call(user, aten.ge.Scalar, positions, place.size)
             ones = [1] * after
-            self.masks[key] = self.call(user, aten.reshape.default, outside, [padded, *ones]) if after else outside
+            self.masks[key] = (
+                self.call(user, aten.reshape.default, outside, [place.padded, *ones]) if after else outside
+            )
         return self.masks[key]
 
     def call(self, user: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

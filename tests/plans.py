@@ -17,6 +17,7 @@ from autopar.ir.layout import Layout, Partial, Replicate, Split, describe, divid
 from autopar.ir.node_info import graph_info, info
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Input, Program
+from autopar.passes.pad_dims import attention_heads
 from autopar.search.padding import padded_shapes
 from autopar.sharding.candidates import Strategy, combine, strategies
 from autopar.sharding.dims import Dims, Operator, analyze
@@ -205,5 +206,7 @@ def random_padding(program: Program, dims: Dims, choose: Callable[[int], int]) -
         if i.kind == "parameter"
     }
     whole = {id(dim[0]): dim[0].size for type_ in types.values() for dim in type_.dims if len(dim) == 1}
+    heads = attention_heads(program, dims)
+    whole |= {key: factor.size for key, factor in heads.items()}
     sizes = {key: n + (1, 2, 4, n % 4 or 4)[choose(4)] for key, n in whole.items() if choose(5) < 3}
-    return padded_shapes(types, sizes)
+    return padded_shapes(types, sizes, heads)

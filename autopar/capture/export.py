@@ -345,11 +345,16 @@ def _check_gradients(
     for parameter in harness.parameters():  # a backward pass inside the traced one left its gradients here
         parameter.grad = None
     # Run once more, eagerly on fake tensors: what the plain model gives a gradient, the graph must give one, too.
-    with mode, _quiet(), _uncompiled():
-        results = harness(*fakes)
-        live = [r for r in results if r.requires_grad]
-        if live:
-            torch.autograd.backward(live, [torch.ones_like(r) for r in live])
+    try:
+        with mode, _quiet(), compiling(), _uncompiled():
+            results = harness(*fakes)
+            live = [r for r in results if r.requires_grad]
+            if live:
+                torch.autograd.backward(live, [torch.ones_like(r) for r in live])
+    except CaptureError:
+        raise
+    except Exception as e:
+        raise _explain(e) from e
     lost = [n for n, p in harness.model.named_parameters() if n in missing and p.grad is not None]
     if lost:
         raise CaptureError(

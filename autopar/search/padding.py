@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
@@ -11,13 +11,13 @@ from autopar.ir.layout import Factor, Split, TensorType
 from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Certificate, Plan
 from autopar.ir.program import Program
 from autopar.passes.copy_for_backward import with_copies
-from autopar.passes.pad_dims import pad
+from autopar.passes.pad_dims import attention_heads, pad
 from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.budget.repair import costed, repaired
 from autopar.search.find import EXACT_AXES, find_plan, require_splits
 from autopar.search.finished_plan import Shapes, finished_plan, joint_certificate
-from autopar.search.formulation.axis_roles import DATA, by_roles
+from autopar.search.formulation.axis_roles import DATA, SEQUENCE, TENSOR, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.formulation.secondary import secondary_copies
@@ -46,7 +46,9 @@ def best_padded(program: Program, part: Program, job: Job) -> Plan:
     roles, dims = roles_of(search.recipe, axes, search.roles), analyze(part)
     limits = read_pins(part, dims, search.layouts, axes, job.restrictions)
     helps = any(role != DATA for role in roles)  # parameters need not divide to be replicated
-    options = paddings(part, dims, axes, limits.layouts, search=search.padding and helps)
+    # Elsewhere the batch is there to be split, and weights with padded heads are gathered from what is kept.
+    tensor = search.padding and any(role in (TENSOR, SEQUENCE) for role in roles)
+    options = paddings(part, dims, axes, limits.layouts, search=search.padding and helps, with_heads=tensor)
     if search.recipe == "random":
         options = (options[search.seed % len(options)],)
     search = replace(search, time_limit=search.time_limit / len(options))
@@ -121,8 +123,8 @@ def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Pla
     return replace(found, expert_load=search.load)
 
 
-MOST = 1.25
-"""A dim gets at most this many times longer, unless a layout that is decided already needs more."""
+MOST, MOST_HEADS = 1.25, 1.5
+"""A dim gets at most this many times longer, unless a layout that is decided already needs more; and heads do."""
 
 
 def paddings(
@@ -132,6 +134,7 @@ def paddings(
     layouts: Mapping[tuple[str, str], Pinned],
     *,
     search: bool = True,
+    with_heads: bool = False,
 ) -> tuple[Shapes, ...]:
     """Padded shapes of parameters, each a choice to search under; the first pads only what it must.
 
@@ -141,6 +144,7 @@ def paddings(
         axes: name and size of each mesh axis.
         layouts: decided already, by kind and name; an uneven split of a parameter is padded.
         search: whether there is anything to choose.
+        with_heads: whether the last choice has padded heads of attention, too.
     """
     sizes = tuple(axes.values())
     types = {
@@ -159,27 +163,46 @@ def paddings(
     found = [padded_shapes(types, needed)]
     if search and any(useful[key] != whole[key].size for key in whole.keys() - needed.keys()):
         found.append(padded_shapes(types, useful))
+    if with_heads:
+        heads = {key: padded_size(f, sizes, MOST_HEADS, 0) for key, f in attention_heads(program, dims).items()}
+        shapes = padded_shapes(types, {**heads, **useful}, heads)
+        found += [shapes] * (shapes not in found)
     return tuple(found)
 
 
-def padded_size(factor: Factor, sizes: tuple[int, ...]) -> int:
-    """The next size that the last axis which does not divide a factor divides, and all that do; or its own."""
+def padded_size(factor: Factor, sizes: tuple[int, ...], most: float = MOST, least: float = 1) -> int:
+    """The next size that the last axis which does not divide a factor divides, and all that do; or its own.
+
+    Args:
+        factor: what may be padded.
+        sizes: of the mesh axes.
+        most: at most this many times longer.
+        least: more elements than this for each device.
+    """
     for n in reversed(sizes):
-        if factor.size % n and factor.size > n:
+        if factor.size % n and factor.size > least * n:
             unit = math.lcm(n, *(m for m in sizes if factor.size % m == 0))
             longer = -(-factor.size // unit) * unit
-            if longer <= MOST * factor.size:
+            if longer <= most * factor.size:
                 return longer
     return factor.size
 
 
-def padded_shapes(types: Mapping[str, TensorType], sizes: Mapping[int, int]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters that have factors with a padded size, given by `id`."""
-    found = {}
-    for name, type_ in types.items():
-        shape = tuple(
-            sizes.get(id(dim[0]), n) if len(dim) == 1 else n for dim, n in zip(type_.dims, type_.shape, strict=True)
-        )
-        if shape != type_.shape:
-            found[name] = shape
-    return found
+def padded_shapes(
+    types: Mapping[str, TensorType], sizes: Mapping[int, int], heads: Collection[int] = ()
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters that have factors with a padded size.
+
+    Args:
+        types: of the parameters, by name.
+        sizes: padded sizes, by the `id` of factors.
+        heads: the `id` of those that may be one of several of a dim.
+    """
+
+    def padded(dim: Sequence[Factor]) -> int:
+        own = [id(f) for f in dim if len(dim) == 1 or id(f) in heads]
+        longer = sizes if len(own) == 1 else {}
+        return math.prod(longer.get(id(f), f.size) if id(f) in own else f.size for f in dim)
+
+    shapes = {name: tuple(map(padded, type_.dims)) for name, type_ in types.items()}
+    return {name: shape for name, shape in shapes.items() if shape != types[name].shape}

@@ -239,13 +239,18 @@ def _draw(operator: Operator, have: Sequence[Layout], sizes: Sequence[int], choo
 def _reachable(operator: Operator, strategy: Strategy, have: Sequence[Layout], axis: int) -> bool:
     """Whether the arguments can be moved to what a strategy reads."""
     return all(
-        _may_become(type_, layout[axis], wanted)
+        layout[axis] == wanted if _stays(type_, layout) else _may_become(type_, layout[axis], wanted)
         for wanted, layout, type_ in zip(strategy.inputs, have, operator.inputs, strict=True)
     )
 
 
 def _movable(type_: TensorType, source: Layout, target: Layout) -> bool:
-    return all(_may_become(type_, a, b) for a, b in zip(source, target, strict=True))
+    return not _stays(type_, source) and all(_may_become(type_, a, b) for a, b in zip(source, target, strict=True))
+
+
+def _stays(type_: TensorType, layout: Layout) -> bool:
+    """Whether no move leads away: rows of own experts that are no terms, on whatever axis, are nested in the others."""
+    return any(isinstance(p, TokensStay) and not type_.may_move(p, Partial()) for p in layout)
 
 
 def _may_become(type_: TensorType, source: Placement, target: Placement) -> bool:

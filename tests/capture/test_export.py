@@ -233,6 +233,22 @@ def test_unused_parameter() -> None:
     assert [n for n, v in gradients.items() if v is not None] == ["linear.weight", "linear.bias"]
 
 
+def test_unused_parameter_beside_code_for_compilers() -> None:
+    """Whose operators of eager mode fake tensors do not have in float32, as grouped products."""
+
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.spare = nn.Parameter(torch.randn(2, 16, 16)), nn.Parameter(torch.randn(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.compiler.is_compiling():
+                return torch.bmm(x.unflatten(0, (2, -1)), self.w).flatten(0, 1)
+            return torch._grouped_mm(x, self.w, offs=torch.tensor([4, 8], dtype=torch.int32))
+
+    assert capture(Grouped(), (torch.randn(8, 16),)).unused == ("spare",)
+
+
 class Checkpointed(Scalarless):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()

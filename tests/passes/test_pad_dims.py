@@ -15,6 +15,7 @@ from autopar.compiler import program_of, rewrite
 from autopar.costs.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.ir.node_info import info
+from autopar.ir.ops.attention import attention
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
 from autopar.ir.shards import is_zero_outside, with_padding, without_padding
@@ -185,3 +186,58 @@ def test_padding_that_is_not_zero_in_a_gradient_is_seen() -> None:
     last.args = (finals,)
     local.graph.recompile()
     assert compare(program, local, plan, values, torch.float64).max_error == float("inf")
+
+
+class Heads(nn.Module):
+    """Attention of three heads; queries, keys and values of one weight, or of their own, with six heads of queries."""
+
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.grouped, self.wide = grouped, 24 if grouped else 12
+        self.out = nn.Linear(self.wide, 8)
+        self.make()
+
+    def make(self) -> None:
+        self.qkv = nn.Linear(8, 36)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.qkv(x).chunk(3, -1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in self.project(x))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        return self.out(out.transpose(1, 2).flatten(2)).square().mean()
+
+
+class OwnWeights(Heads):
+    """The same with a weight each, as in Llama."""
+
+    def make(self) -> None:
+        self.q, self.k, self.v = nn.Linear(8, self.wide), nn.Linear(8, 12), nn.Linear(8, 12)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.q(x), self.k(x), self.v(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes"),
+    [
+        (Heads(False), {"qkv.weight": (48, 8), "qkv.bias": (48,), "out.weight": (8, 16)}),
+        (OwnWeights(False), {"q.weight": (16, 8), "k.weight": (16, 8), "v.weight": (16, 8), "out.weight": (8, 16)}),
+        (OwnWeights(True), {"q.weight": (32, 8), "k.weight": (16, 8), "v.weight": (16, 8), "out.weight": (8, 32)}),
+    ],
+    ids=["of one weight", "of three", "grouped"],
+)
+def test_heads(model: nn.Module, shapes: Shapes) -> None:
+    """Attention runs on four heads, of three; parameters stay as they are."""
+    batch = (torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)),)
+    program = program_of(model, batch)
+    values = [v.double() for v in global_values(program, model, batch)]
+    before, after = as_dtype(program, torch.float64), as_dtype(pad(program, shapes), torch.float64)
+    assert [n.meta["val"].shape for n in after.placeholders] == [v.shape for v in values]
+    attended = [n for n in after.graph.graph.nodes if str(n.target).startswith("autopar.attention")]
+    assert attended and all(n.args[n.target != attention].meta["val"].shape[1] % 4 == 0 for n in attended)
+    for one, other in zip(run_whole(before, values), run_whole(after, values), strict=True):
+        assert one is not None
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)

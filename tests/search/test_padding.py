@@ -20,7 +20,7 @@ from autopar.search.find import find_plan
 from autopar.search.options import Job, Search
 from autopar.search.padding import padded_size, paddings
 from autopar.sharding.dims import Dims, analyze
-from tests.passes.test_pad_dims import BATCH, Tokens
+from tests.passes.test_pad_dims import BATCH, Heads, OwnWeights, Tokens
 from tests.sharding.test_layer_classes import FAST
 
 
@@ -147,3 +147,19 @@ def test_random_plans_are_padded_by_turns() -> None:
     drawn = [slow_plan(program, recipe="random", seed=seed) for seed in range(2)]
     assert [bool(p.padding) for p in drawn] == [False, True]
     assert replace(drawn[1], padding={}) != drawn[1]
+
+
+@pytest.mark.parametrize("model", [Heads(False), OwnWeights(True)], ids=["of one weight", "grouped"])
+def test_heads_under_a_tensor_role(model: nn.Module) -> None:
+    """Three heads on four devices: one is padding, and the weights are kept as they are."""
+    batch = (torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(0)),)
+    plan = autopar.plan(model, batch, cluster=FAST, axes={"a": 4}, memory="1GiB", search=Search(roles={"a": "tensor"}))
+    assert plan.padding["out.weight"] == (8, 4 * model.out.in_features // 3)
+    attended = [names for key, names in plan.choices.items() if "autopar.attention" in key]
+    assert len(attended) == 2 and all(names[0][0] == "h" for names in attended)
+    report = autopar.verify(model, batch, {"a": 4}, plan=plan)
+    assert report.max_error < 1e-12
+    with pytest.raises(InfeasibleError, match="nothing is tensor-parallel along axis a=4"):
+        alone = Search(roles={"a": "tensor"}, padding=False)
+        autopar.plan(model, batch, cluster=FAST, axes={"a": 4}, memory="1GiB", search=alone)
+    assert Plan.from_dict(plan.to_dict()) == plan

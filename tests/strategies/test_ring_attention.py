@@ -112,6 +112,16 @@ def test_equal_values(
     assert any(counts) or not deep
 
 
+def test_a_ring_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is the operator itself, with both of its outputs."""
+    model, x = Attending(causal=False).double(), batch(16, 24)
+    in_a_ring(monkeypatch, "b")
+    report = verify(model, x, {"a": 1, "b": 2}, plan="random", seed=22)
+    assert report.max_error < 1e-10
+    strategies = [names for key, names in report.plan.choices.items() if "autopar.attention" in key]
+    assert ("qk.0", "R") in strategies
+
+
 def attention_of(model: nn.Module, x: tuple[Tensor, ...]) -> Operator:
     dims = analyze(program_of(model, x))
     return next(o for n, o in dims.operators.items() if n.target is ops.attention)

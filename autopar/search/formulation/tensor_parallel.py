@@ -35,7 +35,10 @@ def tensor_factors(program: Program, dims: Dims, parts: int) -> list[Factor]:
         dims: its dimension analysis.
         parts: devices along all tensor-parallel axes together.
     """
-    parameters = input_types(program, dims, "parameter")
+    sources = from_parameters(program)
+    # Weights with further heads, see `autopar.passes.pad_dims`, are as parameters.
+    padded = {n.name: dims.types[n, 0] for n in program.sources if n in sources and n.target is aten.pad.default}
+    parameters = {**input_types(program, dims, "parameter"), **padded}
     outside = factors_of(input_types(program, dims, "batch").values())
     left = {
         key: factor
@@ -43,12 +46,12 @@ def tensor_factors(program: Program, dims: Dims, parts: int) -> list[Factor]:
         # A factor of the batch, such as its samples, is data parallelism's.
         if factor.size % parts == 0 and key not in outside
     }
-    sources = from_parameters(program)
     rows = max((dims.types[program.sources[n][0]].shape[0] for n in _embeddings(program)), default=0)
     summed: set[int] = set()  # by a linear, or by lowered code
     lowered: set[int] = set()
     for node in program.sources:
-        if is_backward(node):
+        # What has no arguments, as positions, is no work.
+        if is_backward(node) or node.name in padded or not program.sources[node]:
             continue
         found = left.keys() & factors_of(operator_types(node, program, dims)).keys()
         for key in found:
