@@ -258,7 +258,8 @@ class _Padding:
             self.padding[node, i] = {d: self.padding_of_output(node, c, values) for d, c in padded}
         args, kwargs = replace_tensor_arguments(node, values)
         if letters:
-            longer, kwargs = lengthened(operator.rule, args, kwargs, self.shape(node, 0), letters)
+            shape = [] if operator.outputs[0] is None else self.shape(node, 0)
+            longer, kwargs = lengthened(operator.rule, args, kwargs, shape, letters)
             args = tuple(longer)
         made = self.graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         made.meta = dict(node.meta)

@@ -281,8 +281,9 @@ def _by_function(
     rows = max((math.prod(t.shape[:2]) for t in leaves), default=1)
     calls = 3 + formula.count("[")
     split = in_parts.is_windowed(before, after, q, k)
-    # Sums of blocks cannot tell a row that is hidden by large numbers from one that is hidden.
-    ring = {} if added else {"qk": Lowering(lower[1], axes=1)}
+    # Sums of blocks cannot tell a row that is hidden by large numbers from one that is hidden. Of a device with one key
+    # no shape says which leaves have keys.
+    ring = {} if added else {"qk": Lowering(lower[1], axes=1, least=2)}
     return {
         "blocked": _blocked(0.0, False),
         "lower": {**({"q": Lowering(lower[0])} if split else {}), **ring},

@@ -150,6 +150,20 @@ def test_halos_of_several_devices(window: int, monkeypatch: pytest.MonkeyPatch) 
         assert any("qk" in text for text in check_rule(target, args, {}, parts=6, pairs=False))
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_device_has_two_keys_at_least(parts: int) -> None:
+    """Of one that had one key, leaves that have keys and leaves that have queries would look alike."""
+    q, k, v, grad = (numbers(1, 1, 4, 4) for _ in range(4))
+    ids = torch.tensor([0, 0, 1, 1])
+    leaves, mask = [ids[None, None, :, None], ids[None, None, None]], ('[["aten.eq.Tensor", "%0", "%1"]]', False, 4, 4)
+    out, log = masked.attention_masked(q, k, v, leaves, *mask, 0, 0, 4, None)
+    for target, args in (
+        (masked.attention_masked, (q, k, v, leaves, *mask, 0, 0, 4, None)),
+        (masked.attention_masked_backward, (grad, q, k, v, leaves, out, log, *mask, 0, 0, 4, None)),
+    ):
+        assert any("qk" in text for text in check_rule(target, args, {}, parts=parts, pairs=False)) == (parts == 2)
+
+
 @pytest.mark.parametrize(("before", "after"), [(4, 0), (3, 5), (64, 0), (0, 64), (64, 64), (-2, 9)])
 def test_no_more_is_computed_than_priced(before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bands of rows have all keys that the window shows, and of a device's part few that it hides."""

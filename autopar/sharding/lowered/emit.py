@@ -94,7 +94,7 @@ class Context:
 
     def swap_blocks(self, blocks: Any, back: bool) -> Any:
         """The two blocks ``[2 size, ...]`` that balance, over the one axis of the split, or back."""
-        (axis,) = self.axes
+        (axis,) = self._real_axes() or self.axes[:1]
         name, index = self.machine.names[axis], self._call(axis_index, self.machine.names[axis])
         arguments = (swap_blocks, blocks.node, index.node, self.parts, back, name)
         return self._communicate("all_to_all", axis, _value(blocks).nbytes, *arguments)
