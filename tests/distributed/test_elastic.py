@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 SEED = 49000000
 
 
-def started(rank: int, nodes: str, folder: str, seed: int, **settings: Any) -> tuple[Any, Any]:
+def started(rank: int, nodes: str, root: str, seed: int, **settings: Any) -> tuple[Any, Any]:
     """A start of the run on the first ranks, each a node of that name; a function that makes a step."""
     from torch.distributed import DeviceMesh
 
@@ -25,8 +25,8 @@ def started(rank: int, nodes: str, folder: str, seed: int, **settings: Any) -> t
 
     names: dict[str, Any] = {}
     exec(MODEL, names)
-    os.environ |= {"AUTOPAR_SNAPSHOTS": f"{folder}/node-{nodes[rank]}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    Path(folder, f"node-{nodes[rank]}").mkdir(exist_ok=True)
+    os.environ |= {"AUTOPAR_SNAPSHOTS": f"{root}/node-{nodes[rank]}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    Path(root, f"node-{nodes[rank]}").mkdir(exist_ok=True)
     mesh = DeviceMesh("cpu", list(range(len(nodes))), mesh_dim_names=("data",))
 
     def distribute(model: Any, batch: Any) -> Any:
