@@ -34,6 +34,7 @@ from autopar.runtime.checkpoint.snapshot_files import (
     Snapshot,
     box_of,
     lacking,
+    require_room,
     snapshots_in,
     write_snapshot,
 )
@@ -366,6 +367,12 @@ class _Memory:
         for snapshot in self._files if self._leads else ():
             snapshot.file.unlink(missing_ok=True)
         self._files = []
+
+        def check() -> None:
+            if self._leads:
+                require_room(self.folder)
+
+        self._context.together(check, "room for snapshots")
 
 
 def _together(parts: list[dict[str, Box]]) -> dict[str, list[Box]]:
