@@ -124,13 +124,16 @@ def _disturb(nodes: Nodes, draw: random.Random) -> list[tuple[str, float]]:
         alive = nodes.alive()
         if nodes.last_step() >= STEPS - LAST:
             break
-        possible = [JOINED] * (len(alive) < MOST) + [LOST] * (len(alive) > 1) + [PROCESS]
+        # A state that only killed nodes had is lost, which is an error of the run and no recovery.
+        holders = nodes.holders()
+        may_go = [i for i in alive if set(holders) - {i}]
+        possible = [JOINED] * (len(alive) < MOST) + [LOST] * bool(may_go) + [PROCESS]
         what = draw.choice(possible)
         events.append((what, time.time()))
         if what == JOINED:
             nodes.join()
         elif what == LOST:
-            nodes.lose(draw.choice(alive))
+            nodes.lose(draw.choice(may_go))
         else:
             for pid in children(nodes.nodes[draw.choice(alive)].process.pid):
                 with suppress(ProcessLookupError):

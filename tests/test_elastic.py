@@ -106,6 +106,21 @@ def test_a_process_that_dies_as_it_writes(start: Start, tmp_path: Path, monkeypa
     assert again[2] == losses[2] and [(losses | again)[i] for i in range(5)] == pytest.approx(expected(5)[0], abs=1e-12)
 
 
+def test_a_state_that_is_nowhere_is_not_begun_anew(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOPAR_HELD", "1")  # as the launcher says where other nodes had one
+    with pytest.raises(AutoparError, match=r"all nodes that had the state of this run are lost, and .*another --name"):
+        start()
+    monkeypatch.setenv("AUTOPAR_HELD", "0")
+    go(*start(folder=tmp_path / "saved", save_every=1), 2)
+    for path in (tmp_path / "memory").iterdir():
+        path.unlink()
+    monkeypatch.setenv("AUTOPAR_HELD", "1")
+    run, _ = start(folder=tmp_path / "saved")
+    assert (run.step, run.source) == (2, "checkpoint")
+
+
 def test_memory_that_has_no_room(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(

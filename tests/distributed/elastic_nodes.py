@@ -97,7 +97,7 @@ def say(**facts):
 say(pid=os.getpid(), agent=os.getppid())
 model, optimizer, scheduler, sampler, data = made(distribute)
 run = autopar.elastic(model, optimizer, scheduler=scheduler, sampler=sampler, **settings)
-say(begins=run.step, source=run.source, seconds=run.seconds)
+say(begins=run.step, agent=os.getppid(), source=run.source, seconds=run.seconds)
 for step in run.steps(total):
     time.sleep(pause)
     say(step=step, loss=train(model, optimizer, scheduler, sampler, data), lr=scheduler.get_last_lr()[0])
@@ -197,6 +197,11 @@ class Nodes:
     def alive(self) -> list[int]:
         """Numbers of the nodes that have not ended."""
         return [i for i, node in enumerate(self.nodes) if node.process.poll() is None]
+
+    def holders(self) -> list[int]:
+        """Numbers of the nodes that are left and have had the state."""
+        agents = {f["agent"] for f in self.facts("begins")}
+        return [i for i in self.alive() if self.nodes[i].process.pid in agents]
 
     def facts(self, kind: str) -> list[dict[str, Any]]:
         """Lines of the log that have an entry of this name."""

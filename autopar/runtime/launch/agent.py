@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from autopar.runtime.launch.environment import AXES, BACKEND, FAILURES, NODES, PROGRESS, QUIET, SNAPSHOTS, TIMEOUT
+from autopar.runtime.launch.environment import AXES, BACKEND, FAILURES, HELD, NODES, PROGRESS, QUIET, SNAPSHOTS, TIMEOUT
 from autopar.runtime.launch.script import MODULE
 from autopar.runtime.launch.snapshot_folder import snapshot_folder
 
@@ -185,7 +185,7 @@ def _environment(launch: Launch, folder: str, told: bool, snapshots: Path | None
         # The agent's store has no prefix for each attempt: processes that are restarted would meet those of before.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    for name in (BACKEND, NODES, SNAPSHOTS):
+    for name in (BACKEND, HELD, NODES, SNAPSHOTS):
         os.environ.pop(name, None)
     if snapshots is not None:
         wanted[SNAPSHOTS] = str(snapshots)

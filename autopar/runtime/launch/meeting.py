@@ -4,13 +4,18 @@ Torch's agents take for granted that all nodes that have met live on: they wait 
 which rank, and if it is gone, end with an error, and the run with them. And their processes wait for those of a node
 that is gone. Here nodes tell each other that they are there before anything is started, and meet anew when one does
 not, or is gone later.
+
+The store of the rendezvous remembers that the run has a state: where all nodes that had it are lost, a newcomer would
+begin at step 0 as if nothing had been.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
@@ -24,6 +29,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from autopar.runtime.checkpoint.snapshot_files import SUFFIX
+from autopar.runtime.launch.environment import HELD, SNAPSHOTS
 
 NAME = "autopar"
 """Of this rendezvous, for torch's launcher."""
@@ -41,10 +49,10 @@ ATTEMPTS = 100
 class Meeting(RendezvousHandler):
     """Meets by torch's own rendezvous; `register` makes it known to torch's launcher."""
 
-    def __init__(self, within: RendezvousHandler, backend: Any, processes: int) -> None:
-        """Around torch's rendezvous, of which ``backend`` has the state, for a node of so many processes."""
-        self._within, self._backend, self._processes = within, backend, processes
-        self._nodes, self._is_refused = 0, False
+    def __init__(self, within: RendezvousHandler, backend: Any, store: Store, processes: int) -> None:
+        """Around torch's rendezvous, whose state is in ``backend`` and ``store``, for a node of so many processes."""
+        self._within, self._backend, self._store, self._processes = within, backend, store, processes
+        self._nodes, self._is_refused, self._is_noted = 0, False, False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet, until all that have met are there.
@@ -55,6 +63,7 @@ class Meeting(RendezvousHandler):
         """
         for _ in range(ATTEMPTS):
             try:
+                self._note_state()
                 info = self._within.next_rendezvous()
                 each = all_here(info.store, info.rank, info.world_size, self._processes)
             except DistStoreError as error:
@@ -64,6 +73,8 @@ class Meeting(RendezvousHandler):
             else:
                 if len(set(each)) == 1:
                     self._nodes = info.world_size
+                    # For the processes that are started next.
+                    os.environ[HELD] = "1" if self._store.check([self._held]) else "0"
                     return info
                 reason = f"the nodes have {each} processes; give all of them the same --nproc where they come and go"
                 if not self._nodes:
@@ -75,10 +86,21 @@ class Meeting(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """How many nodes wait to be taken in, or else have gone: as there are some, the agent lets all meet anew."""
         waiting = self._within.num_nodes_waiting()
+        self._note_state()
         if waiting:
             return waiting
         found = self._backend.get_state()
         return max(0, self._nodes - len(pickle.loads(found[0]).participants)) if found is not None else 0
+
+    @property
+    def _held(self) -> str:
+        return f"autopar/{self.get_run_id()}/held"
+
+    def _note_state(self) -> None:
+        folder = os.environ.get(SNAPSHOTS)
+        if not self._is_noted and folder is not None and any(Path(folder).glob(f"*{SUFFIX}")):
+            self._store.set(self._held, "1")
+            self._is_noted = True
 
     @property
     def use_agent_store(self) -> bool:
@@ -138,4 +160,4 @@ def _made(wanted: RendezvousParameters) -> RendezvousHandler:
         "c10d", wanted.endpoint, wanted.run_id, wanted.min_nodes, wanted.max_nodes, wanted.local_addr, **wanted.config
     )
     backend, store = create_backend(own)
-    return Meeting(create_handler(store, backend, own), backend, int(wanted.config[PROCESSES]))
+    return Meeting(create_handler(store, backend, own), backend, store, int(wanted.config[PROCESSES]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,16 +34,26 @@ class Scripted:
         return type("Info", (), {"store": store, "rank": 0, "world_size": 2})
 
     def num_nodes_waiting(self) -> int:
-        return 0
+        return 1
+
+    def get_run_id(self) -> str:
+        return "run"
 
     def shutdown(self) -> bool:
         self.is_ended = True
         return True
 
 
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a meeting says to processes is gone afterwards."""
+    monkeypatch.setenv("AUTOPAR_HELD", "")
+    monkeypatch.delenv("AUTOPAR_SNAPSHOTS", raising=False)
+
+
 def made(*meetings: Any) -> tuple[Meeting, Scripted]:
     within = Scripted(meetings)
-    return Meeting(within, None, 2), within  # type: ignore[arg-type]
+    return Meeting(within, None, HashStore(), 2), within  # type: ignore[arg-type]
 
 
 def test_one_that_does_not_come_is_waited_for_so_long_only() -> None:
@@ -69,6 +81,24 @@ def test_a_node_with_other_processes_is_refused_and_the_run_goes_on() -> None:
     known.next_rendezvous()
     assert known.next_rendezvous().world_size == 2 and not within.meetings
     assert known.shutdown() and within.is_ended
+
+
+def test_a_newcomer_hears_that_there_has_been_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the store, which outlives the nodes that had it."""
+    monkeypatch.setenv("AUTOPAR_SNAPSHOTS", str(tmp_path))
+    store = HashStore()
+
+    def node() -> Meeting:
+        return Meeting(Scripted([2]), None, store, 2)  # type: ignore[arg-type]
+
+    first = node()
+    first.next_rendezvous()
+    assert os.environ["AUTOPAR_HELD"] == "0"
+    (tmp_path / "x.snapshot").touch()
+    assert first.num_nodes_waiting() == 1
+    (tmp_path / "x.snapshot").unlink()
+    node().next_rendezvous()
+    assert os.environ["AUTOPAR_HELD"] == "1"
 
 
 def test_meetings_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
