@@ -69,6 +69,7 @@ __all__ = [
     "local_shape_of",
     "masks_as_they_are",
     "new_fake_results",
+    "number_of_groups",
     "operator_database",
     "pipeline_runtime",
     "put_around_collectives",
@@ -733,6 +734,11 @@ def refuse_items_of_unreduced() -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def number_of_groups() -> int:
+    """How many process groups this process has: names of groups that only their ranks make are counted by it."""
+    return len(torch.distributed.distributed_c10d._world.pg_names)
 
 
 def interrupt_gloo(group: Any) -> None:

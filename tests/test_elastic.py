@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import autopar
+from autopar.checkpoint import elastic as elastic_module
 from autopar.errors import AutoparError
 from tests.distributed.elastic_nodes import MODEL, expected
 
@@ -76,6 +78,55 @@ def test_what_is_not_in_memory_is_in_the_last_checkpoint(start: Start, tmp_path:
     assert (run.step, run.source) == (6, "memory")
     losses |= go(run, train, 8)
     assert [losses[i] for i in range(8)] == pytest.approx(expected(8)[0], abs=1e-12)
+
+
+def test_a_process_that_dies_as_it_writes(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had half written is no snapshot; the one before it is there, and so is the loss curve."""
+    real = elastic_module.write_snapshot
+
+    def half(folder: Path, moment: Any, *rest: Any) -> Path:
+        written = real(folder, moment, *rest)
+        if moment.step == 3:
+            whole = written.read_bytes()
+            written.unlink()
+            written.with_suffix(".partial").write_bytes(whole[: len(whole) // 2])
+            raise KeyboardInterrupt
+        return written
+
+    losses: dict[int, float] = {}
+    run, train = start()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(elastic_module, "write_snapshot", half)
+        for step in run.steps(5):
+            losses[step] = train()
+    assert [p.suffix for p in (tmp_path / "memory").iterdir()].count(".partial") == 1
+    run, train = start()
+    assert (run.step, run.source) == (2, "memory")
+    again = go(run, train, 5)
+    assert again[2] == losses[2] and [(losses | again)[i] for i in range(5)] == pytest.approx(expected(5)[0], abs=1e-12)
+
+
+def test_a_state_that_is_nowhere_is_not_begun_anew(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOPAR_HELD", "1")  # as the launcher says where other nodes had one
+    with pytest.raises(AutoparError, match=r"all nodes that had the state of this run are lost, and .*another --name"):
+        start()
+    monkeypatch.setenv("AUTOPAR_HELD", "0")
+    go(*start(folder=tmp_path / "saved", save_every=1), 2)
+    for path in (tmp_path / "memory").iterdir():
+        path.unlink()
+    monkeypatch.setenv("AUTOPAR_HELD", "1")
+    run, _ = start(folder=tmp_path / "saved")
+    assert (run.step, run.source) == (2, "checkpoint")
+
+
+def test_memory_that_has_no_room(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(
+        AutoparError, match=r"three of each are kept, and .*memory has room for 1000 more; .*--shm-size"
+    ):
+        start()
 
 
 def test_snapshots_of_another_model_are_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

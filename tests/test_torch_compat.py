@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import hashlib
 import linecache
 import multiprocessing
 import operator
@@ -45,7 +46,7 @@ def test_every_name_has_a_contract() -> None:
         "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interpreted",
         "interpreter_takes", "interpreting", "interrupt_gloo", "is_all_true", "is_boxed",
         "is_traced", "is_transformed", "local_shape_of",
-        "masks_as_they_are", "new_fake_results", "operator_database", "pipeline_runtime",
+        "masks_as_they_are", "new_fake_results", "number_of_groups", "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "recurrent_dropout", "redistributed",
         "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "said_by_kernel", "scaled_mm", "selective_policy", "set_group_timeout",
@@ -510,6 +511,15 @@ def test_a_strided_shard_that_is_no_order_of_splits_is_whole_again(fake_group: o
 
 def test_group_timeout(fake_group: object) -> None:
     assert callable(compat.set_group_timeout)
+
+
+def test_names_of_groups_that_only_their_ranks_make(fake_group: object) -> None:
+    """Why processes that have made other numbers of groups would wait for each other under different names."""
+    made = compat.number_of_groups()
+    first, second = (dist.new_group([0], backend="fake", use_local_synchronization=True) for _ in range(2))
+    assert compat.number_of_groups() == made + 2 and first.group_name != second.group_name
+    name = hashlib.sha1(f"0_{made}".encode(), usedforsecurity=False).hexdigest()
+    assert first.group_name == name
 
 
 def _wait_in_vain(rank: int, store: str, ended: Any) -> None:

@@ -34,11 +34,12 @@ from autopar.runtime.checkpoint.snapshot_files import (
     Snapshot,
     box_of,
     lacking,
+    require_room,
     snapshots_in,
     write_snapshot,
 )
 from autopar.runtime.checkpoint.snapshot_neighbors import neighbors, send_files
-from autopar.runtime.launch.environment import SNAPSHOTS, is_told
+from autopar.runtime.launch.environment import HELD, SNAPSHOTS, is_told
 from autopar.runtime.launch.snapshot_folder import memory_root, remove_abandoned
 
 FIRST, OWN = "random.first.", "random.own."
@@ -203,7 +204,7 @@ class Elastic:
         elif self._memory is not None and self._memory.lost:
             raise AutoparError(
                 f"{self._memory.lost}, and there is no checkpoint to go back to: give elastic() a folder= of "
-                "checkpoints, or copies=1, which survives a lost node"
+                "checkpoints, or copies=1, which survives a lost node; give autopar run another --name to begin anew"
             )
         if self._folder is not None and self.source == START:
             self._save()
@@ -300,6 +301,9 @@ class _Memory:
                 return _Held(moment, known, own, [_together(parts) for parts in held])
             more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
             self.lost = self.lost or f"parts of {missing[0]!r}{more} of step {moment.step} are lost with a node"
+        has_had = self._context.gather(os.environ.get(HELD) == "1", "whether the run has had a state")
+        if any(has_had) and not self.lost:
+            self.lost = "all nodes that had the state of this run are lost"
         return None
 
     def _own_files(self) -> list[Snapshot]:
@@ -366,6 +370,12 @@ class _Memory:
         for snapshot in self._files if self._leads else ():
             snapshot.file.unlink(missing_ok=True)
         self._files = []
+
+        def check() -> None:
+            if self._leads:
+                require_room(self.folder)
+
+        self._context.together(check, "room for snapshots")
 
 
 def _together(parts: list[dict[str, Box]]) -> dict[str, list[Box]]:

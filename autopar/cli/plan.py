@@ -62,6 +62,10 @@ Recompute = Annotated[
 ]
 Check = Annotated[bool, typer.Option("--check", help="Verify the lower bound apart from the search.")]
 NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not search the recipes beside the plan.")]
+Survive = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Also what it costs that N nodes may be lost at once: memory, seconds.", min=1),
+]
 Save = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")]
 Report = Annotated[
     Path | None, typer.Option(metavar="FILE.html", help="Write a page with timeline, memory and what-ifs.")
@@ -77,12 +81,14 @@ class Outputs:
         report: file of the page.
         as_json: whether stdout gets JSON, not a table.
         compare: whether recipes are searched, too.
+        survive: how many nodes may be lost at once, of which the cost is to be said; None: it is not.
     """
 
     save: Path | None
     report: Path | None
     as_json: bool
     compare: bool
+    survive: int | None = None
 
     def check(self) -> None:
         """Raise before the search if a file cannot be written."""
@@ -135,6 +141,7 @@ def plan_command(
     check: Check = False,
     no_cache: NoCache = False,
     no_compare: NoCompare = False,
+    survive: Survive = None,
     save: Save = None,
     report: Report = None,
     as_json: Json = False,
@@ -143,7 +150,7 @@ def plan_command(
     """Find the fastest layouts of a model on a mesh, for devices that need not be here, and compare with recipes."""
     with clear_errors(debug):
         target = Target(cluster, parse_axes(axes), memory, optimizer, precision, compile)
-        outputs = Outputs(save, report, as_json, not no_compare)
+        outputs = Outputs(save, report, as_json, not no_compare, survive)
         # Before the search: minutes later there would be nowhere to write the plan.
         outputs.check()
         task = load_task(model)
@@ -157,6 +164,8 @@ def plan_command(
             return
         if stages is not None and by_hand:
             raise ValueError("--microbatch and --recompute are for plans without --stages; write --microbatches")
+        if survive is not None and stages is not None:
+            raise ValueError("--survive is not predicted for a plan with stages; leave one of them out")
         from autopar.search.options import Search
 
         # Options are pins with names of their own; --pin may pin layouts besides.
@@ -169,7 +178,23 @@ def plan_command(
             time_limit=time_limit, recipe=recipe, roles=given_roles, pins=pins, check=check, cache=not no_cache,
             inexact=allowed, quantized=parse_quantized(quantized),
         )  # fmt: skip
+        if survive is not None:
+            _check_survive(target, search, survive)
         _print_plan(task, target, search, outputs)
+
+
+def _check_survive(target: Target, search: Search, survive: int) -> None:
+    """Raise before the search what would be raised after it.
+
+    Raises:
+        ValueError: the plan cannot come and go, or no node would be left.
+    """
+    from autopar.costs.cluster import Cluster
+    from autopar.explain.survival import units_of
+
+    if search.of_worker(target.axes)[0]:
+        raise ValueError(f"--survive is not for workers of role {search.worker_role!r}, which cannot come and go")
+    units_of(Cluster.resolve(target.cluster), target.axes, survive)
 
 
 def _has_stage_axis(target: Target) -> bool:
@@ -185,6 +210,7 @@ def _print_plan(task: ModelAndBatch, target: Target, search: Search, outputs: Ou
         typer.Exit: Ctrl-C ended the search or the comparison; what there was is printed all the same.
     """
     from autopar.explain.recipes import compare_recipes, compared_with, find_plan
+    from autopar.explain.survival import survival, survival_table
     from autopar.explain.tables.progress import SearchProgress, counted
     from autopar.explain.tables.recipes import comparison_list, comparison_table
     from autopar.ir.plan import INTERRUPTED
@@ -215,10 +241,16 @@ def _print_plan(task: ModelAndBatch, target: Target, search: Search, outputs: Ou
     if outputs.compare:
         with counted("recipes: searched") as tick:
             comparisons = compare_recipes(found, tick)
+    plans = [("this plan", plan), *((row.label, row.plan) for row in comparisons if row.plan is not None)]
     if outputs.as_json:
-        typer.echo(json.dumps({**plan.to_dict(), "recipes": comparison_list(plan, comparisons)}, indent=1))
+        found_json = {**plan.to_dict(), "recipes": comparison_list(plan, comparisons)}
+        if outputs.survive is not None:
+            found_json["survival"] = {name: survival(p, outputs.survive).to_dict() for name, p in plans}
+        typer.echo(json.dumps(found_json, indent=1))
     elif comparisons:
         typer.echo(f"\n{comparison_table(plan, comparisons)}")
+    if outputs.survive is not None and not outputs.as_json:
+        typer.echo(f"\n{survival_table(plans, outputs.survive)}")
     # Scripts see that something was cut short, though there is a plan.
     if plan.certificate.method == INTERRUPTED or (outputs.compare and len(comparisons) < len(compared_with(found))):
         raise typer.Exit(STOPPED)
@@ -277,6 +309,8 @@ def _check_staged_by_hand(
         raise ValueError("--roles has no effect here: the names of the axes (pp, dp, tp) decide; leave it out")
     if outputs.save is not None:
         raise ValueError("--save writes plans that can be run; one with stages is only predicted: use --json")
+    if outputs.survive is not None:
+        raise ValueError("--survive is for plans that can be run; leave it out, or the stages")
     if outputs.report is not None:
         raise ValueError("--report is for plans that can be run; for one with stages use --json, or simulate --trace")
 

@@ -237,8 +237,7 @@ def worker_context(mesh: DeviceMesh, timeout: float, role: str) -> MeshContext:
         return replace(one_device(whole.device), timeout=timeout, workers=workers)
     # The same ranks as torch's submesh: every process makes the group of its own worker only.
     ranks = mesh.mesh[whole.coordinates[0]].flatten().tolist()
-    with whole.during("making the process group of a worker"):
-        all_ranks = dist.new_group(ranks, use_local_synchronization=True)
+    all_ranks = whole.control.new_group(ranks, "a worker", backend=None)
     inner = mesh[tuple(name for name, _ in within)]
     return replace(mesh_context(inner, timeout, all_ranks), workers=workers)
 

@@ -48,6 +48,23 @@ def test_recipes_are_compared_with_the_plan(model: str) -> None:
     assert "sequence" in rows["megatron-sequence"]["reason"]
 
 
+def test_what_it_costs_to_lose_devices_is_said_of_plan_and_recipes(model: str) -> None:
+    result = plan(f"{model}:make", "--survive", "1")
+    assert result.exit_code == 0, result.output
+    table = result.stdout[result.stdout.index("survives 1 device of 4") :]
+    assert table.index("this plan") < table.index("ddp") < table.index("fsdp") < table.index("start of the script")
+    found = json.loads(plan(f"{model}:make", "--survive", "1", "--json").stdout)["survival"]
+    assert {name: found[name]["copies"] for name in ("ddp", "fsdp", "hsdp")} == {"ddp": 0, "fsdp": 1, "hsdp": 0}
+    assert found["fsdp"]["recovery_seconds"] > found["fsdp"]["meet_seconds"] == 18
+    for more, expected in (
+        (("--survive", "4"), "--survive 4: the mesh has 4 devices, and one must be left; survive at most 3"),
+        (("--survive", "1", "--stages", "2"), "--survive is not predicted for a plan with stages"),
+        (("--survive", "1", "--roles", "a=local", "--inexact", "local"), "is not for workers of role 'local'"),
+    ):
+        refused = plan(f"{model}:make", *more)
+        assert refused.exit_code == 2 and expected in " ".join(refused.stderr.split()), refused.stderr
+
+
 @pytest.mark.deep
 def test_recipes_that_do_not_fit_say_what_they_need(model: str) -> None:
     rows = {r["recipe"]: r for r in json.loads(plan(f"{model}:make", "--memory", "9.5KiB", "--json").stdout)["recipes"]}

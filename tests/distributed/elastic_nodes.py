@@ -85,7 +85,7 @@ log, total, pause, settings = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]),
 
 def distribute(model, batch):
     search = autopar.Search(recipe=settings.pop("recipe", None))
-    return autopar.parallelize(model, autopar.mesh(), batch, deterministic=True, timeout=300, search=search)
+    return autopar.parallelize(model, autopar.mesh(), batch, deterministic=True, timeout=120, search=search)
 
 
 def say(**facts):
@@ -97,7 +97,7 @@ def say(**facts):
 say(pid=os.getpid(), agent=os.getppid())
 model, optimizer, scheduler, sampler, data = made(distribute)
 run = autopar.elastic(model, optimizer, scheduler=scheduler, sampler=sampler, **settings)
-say(begins=run.step, source=run.source, seconds=run.seconds)
+say(begins=run.step, agent=os.getppid(), source=run.source, seconds=run.seconds)
 for step in run.steps(total):
     time.sleep(pause)
     say(step=step, loss=train(model, optimizer, scheduler, sampler, data), lr=scheduler.get_last_lr()[0])
@@ -117,6 +117,10 @@ def expected(total: int) -> tuple[list[float], list[float], dict[str, torch.Tens
         losses.append(names["train"](model, *rest))
         rates.append(rest[1].get_last_lr()[0])
     return losses, rates, model.state_dict()
+
+
+WAIT = 240.0
+"""Seconds in which whatever a test waits for has come, on a machine that is busy."""
 
 
 class Node(NamedTuple):
@@ -152,7 +156,7 @@ class Nodes:
             self.at = f"127.0.0.1:{free.getsockname()[1]}"
         self.command = [
             sys.executable, "-m", "autopar.cli", "run", "--elastic", f"{least}:{most}", "--nproc", "1",
-            "--rendezvous", self.at, "--axes", "data=*", "--timeout", "600", "script.py",
+            "--rendezvous", self.at, "--axes", "data=*", "--timeout", "200", "script.py",
             str(self.log), str(total), str(pause), json.dumps(settings),
         ]  # fmt: skip
         self.nodes: list[Node] = []
@@ -194,6 +198,11 @@ class Nodes:
         """Numbers of the nodes that have not ended."""
         return [i for i, node in enumerate(self.nodes) if node.process.poll() is None]
 
+    def holders(self) -> list[int]:
+        """Numbers of the nodes that are left and have had the state."""
+        agents = {f["agent"] for f in self.facts("begins")}
+        return [i for i in self.alive() if self.nodes[i].process.pid in agents]
+
     def facts(self, kind: str) -> list[dict[str, Any]]:
         """Lines of the log that have an entry of this name."""
         lines = self.log.read_text().splitlines()
@@ -211,7 +220,7 @@ class Nodes:
         """How many processes of the script there have been."""
         return len(self.facts("pid"))
 
-    def wait(self, done: Callable[[], Any], what: str, seconds: float = 900.0) -> None:
+    def wait(self, done: Callable[[], Any], what: str, seconds: float = WAIT) -> None:
         """Wait until something is so; what the nodes have said is in the error."""
         deadline = time.monotonic() + seconds
         while not done():
@@ -228,16 +237,16 @@ class Nodes:
         )  # fmt: skip
 
     def said(self) -> str:
-        return "\n".join(f"{n.said.name}: {n.said.read_text()[-3000:]}" for n in self.nodes)
+        return "\n".join(f"{n.said.name}: {n.said.read_text()[-9000:]}" for n in self.nodes)
 
     def finish(self) -> None:
         """Wait until those that are left have ended well."""
         left = self.alive()
-        deadline = time.monotonic() + 900
+        deadline = time.monotonic() + WAIT
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.1)
         codes = [self.nodes[i].process.returncode for i in left]
-        assert codes == [0] * len(left), self.said()
+        assert codes == [0] * len(left), f"exit codes {dict(zip(left, codes, strict=True))}: {self.said()}"
 
     def close(self) -> None:
         for i in self.alive():

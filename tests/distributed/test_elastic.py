@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 SEED = 49000000
 
 
-def started(rank: int, nodes: str, folder: str, seed: int, **settings: Any) -> tuple[Any, Any]:
+def started(rank: int, nodes: str, root: str, seed: int, **settings: Any) -> tuple[Any, Any]:
     """A start of the run on the first ranks, each a node of that name; a function that makes a step."""
     from torch.distributed import DeviceMesh
 
@@ -25,8 +25,9 @@ def started(rank: int, nodes: str, folder: str, seed: int, **settings: Any) -> t
 
     names: dict[str, Any] = {}
     exec(MODEL, names)
-    os.environ |= {"AUTOPAR_SNAPSHOTS": f"{folder}/node-{nodes[rank]}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    Path(folder, f"node-{nodes[rank]}").mkdir(exist_ok=True)
+    local = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ |= {"AUTOPAR_SNAPSHOTS": f"{root}/node-{nodes[rank]}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    Path(root, f"node-{nodes[rank]}").mkdir(exist_ok=True)
     mesh = DeviceMesh("cpu", list(range(len(nodes))), mesh_dim_names=("data",))
 
     def distribute(model: Any, batch: Any) -> Any:
@@ -39,7 +40,7 @@ def started(rank: int, nodes: str, folder: str, seed: int, **settings: Any) -> t
     finally:
         for name in ("AUTOPAR_SNAPSHOTS", "LOCAL_RANK"):
             del os.environ[name]
-        os.environ["LOCAL_WORLD_SIZE"] = "4"  # as the pool has it
+        os.environ["LOCAL_WORLD_SIZE"] = local
     run.whole = model.full_state_dict
     return run, lambda: names["train"](model, optimizer, scheduler, sampler, data)
 
@@ -57,12 +58,25 @@ def go(rank: int, nodes: str, folder: str, seed: int, total: int, settings: dict
     return begins, source, losses, run.whole()
 
 
+def test_a_node_is_replaced(two_ranks: Ranks, tmp_path: Path) -> None:
+    """The newcomer has nothing: what the lost node had comes from the copy of the other one."""
+    losses: dict[int, float] = {}
+    for nodes, total in (("ab", 2), ("ac", 4)):
+        results = two_ranks.run(go, nodes, str(tmp_path), 0, total, {"copies": 1}, timeout=WAIT)
+        assert [r[:2] for r in results] == [(len(losses), "memory" if losses else "start")] * 2
+        losses |= results[0][2]
+    values, _, state = expected(4)
+    assert [losses[i] for i in range(4)] == pytest.approx(values, abs=1e-11)
+    for name, value in state.items():
+        torch.testing.assert_close(results[1][3][name], value, rtol=0, atol=1e-9)
+
+
 @pytest.mark.deep
 def test_other_worlds_under_random_plans(ranks: Ranks, tmp_path: Path) -> None:
     losses: dict[int, float] = {}
     # Of a node that is lost, with all that it had, the next one has a copy.
     for seed, (nodes, total) in enumerate((("abcd", 2), ("abd", 4), ("abde", 5), ("ad", 7)), SEED):
-        results = ranks.run(go, nodes, str(tmp_path), seed, total, {"copies": 1})
+        results = ranks.run(go, nodes, str(tmp_path), seed, total, {"copies": 1}, timeout=4 * WAIT)
         begins = len(losses), "memory" if losses else "start"
         assert [r[:2] for r in results[: len(nodes)]] == [begins] * len(nodes)
         losses |= results[0][2]
@@ -104,7 +118,7 @@ def lost_shards(rank: int, folder: str) -> list[str]:
 
 @pytest.mark.deep
 def test_shards_that_nobody_has(ranks: Ranks, tmp_path: Path) -> None:
-    for without, with_folder in ranks.run(lost_shards, str(tmp_path)):
+    for without, with_folder in ranks.run(lost_shards, str(tmp_path), timeout=4 * WAIT):
         assert "of step 3 are lost with a node, and there is no checkpoint to go back to" in without
         assert "parts of 'model." in without and "copies=1" in without
         assert with_folder == "checkpoint 3"
@@ -125,6 +139,7 @@ def check(nodes: Nodes, total: int) -> None:
     assert first and all(f["source"] == "memory" for f in first) and max(lost_steps(nodes.facts("time"))) <= 1
 
 
+@pytest.mark.deep
 def test_one_of_two_nodes_is_lost(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 1, 2, 8, pause=0.2, stable=False)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -159,14 +158,7 @@ class LocalSteps(WorkerExchange):
 
     def _host_group(self) -> ProcessGroup:
         """A group that sends from host memory."""
-        everyone = self._workers.everyone
-        with everyone.during("making the process group of outer exchanges"):
-            ranks = dist.get_process_group_ranks(self._workers.group)
-            group: ProcessGroup = dist.new_group(
-                ranks, timeout=timedelta(seconds=everyone.timeout), backend="gloo", use_local_synchronization=True
-            )
-        everyone.groups.append(group)
-        return group
+        return self._workers.everyone.new_group(dist.get_process_group_ranks(self._workers.group), "outer exchanges")
 
     def _require_same(self, outer: OuterState) -> None:
         """Check that workers begin at the same parameters, in the same layouts.

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from autopar._torch_compat import interrupt_gloo, set_group_timeout
+from autopar._torch_compat import interrupt_gloo, number_of_groups, set_group_timeout
 from autopar.errors import RankError
 from autopar.runtime.agreement.points import Details, difference, hash_of
 from autopar.runtime.agreement.watch import DIED, ENDED, Activity, Relay, Watch, connect
@@ -63,12 +63,9 @@ class Control:
         self.watch = Watch(self.rank, self.interrupt)
         with self.during("finding the other ranks"):
             self.peers = gather_objects((socket.gethostname(), os.getpid()), all_ranks)
-            ranks = dist.get_process_group_ranks(all_ranks)
             # Gloo on any device: control messages must not queue behind kernels on a CUDA stream, and a wait on the
-            # host can be ended. Local synchronization, because ranks outside of the mesh do not make this call.
-            self.group = dist.new_group(
-                ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
-            )
+            # host can be ended.
+            self.group = _new_group(dist.get_process_group_ranks(all_ranks), all_ranks, timeout, "gloo")
             self.groups.append(self.group)
             if self.size == dist.get_world_size() and dist.group.WORLD is not None:
                 self.groups.append(dist.group.WORLD)
@@ -77,6 +74,22 @@ class Control:
     def __deepcopy__(self, memo: dict[int, Any]) -> Control:
         """The same object: process groups belong to the process, and a copied model goes on using them."""
         return self
+
+    def new_group(self, ranks: Sequence[int], what: str, backend: str | None = "gloo") -> ProcessGroup:
+        """A further group of some of the ranks, whose waits end when a rank is gone; every rank calls it.
+
+        Args:
+            ranks: of the world, this one among them.
+            what: it is for, for messages.
+            backend: of its collectives; None: that of the world.
+
+        Raises:
+            RankError: some rank does not answer.
+        """
+        with self.during(f"making the process group of {what}"):
+            group = _new_group(ranks, self.group, self.timeout, backend)
+        self.groups.append(group)
+        return group
 
     def _connected_watch(self) -> Watch:
         """A watch connected to the others; without a connection if rank 0 cannot be reached: errors then say less."""
@@ -231,6 +244,21 @@ def gather_objects(value: T, group: ProcessGroup) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def _new_group(ranks: Sequence[int], among: ProcessGroup, timeout: float, backend: str | None) -> ProcessGroup:
+    """A group that is made by its ranks alone; every rank of ``among`` makes one, of that or of others.
+
+    Torch names such a group by its ranks and by how many groups its process has. Processes that were on other meshes
+    before have others, and would wait for each other under different names: those with fewer make some up first.
+    """
+    made = gather_objects(number_of_groups(), among)
+    for _ in range(max(made) - made[dist.get_rank(among)]):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    group: ProcessGroup = dist.new_group(
+        list(ranks), timeout=timedelta(seconds=timeout), backend=backend, use_local_synchronization=True
+    )
+    return group
 
 
 def is_of_collective(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,7 @@ def write_snapshot(
         parts: by name, which part of a tensor, and its values.
 
     Raises:
-        AutoparError: the file system is full.
+        AutoparError: the file system is full, or the folder is gone.
     """
     kinds: dict[str, tuple[str, int]] = {}
     end = 0
@@ -143,11 +144,52 @@ def write_snapshot(
                 file.write(b"\0" * (-plain.nbytes % ALIGNED))
     except OSError as e:
         partial.unlink(missing_ok=True)
-        raise AutoparError(
-            f"a snapshot of {end} bytes could not be written to {folder}: {e.strerror}; give its file system room for "
-            "three of them per process (in a container: --shm-size), or start without --elastic and --restarts"
-        ) from None
+        raise _unwritten(folder, end, e) from None
     return partial.rename(path)
+
+
+def write_copy(folder: Path, name: str, content: torch.Tensor) -> Path:
+    """Write another rank's file, whose bytes have been received.
+
+    Raises:
+        AutoparError: the file system is full, or the folder is gone.
+    """
+    path = folder / name
+    partial = path.with_suffix(PARTIAL)
+    try:
+        content.numpy().tofile(partial)
+    except OSError as e:
+        partial.unlink(missing_ok=True)
+        raise _unwritten(folder, content.numel(), e) from None
+    return partial.rename(path)
+
+
+def _unwritten(folder: Path, size: int, error: OSError) -> AutoparError:
+    if not folder.is_dir():
+        return AutoparError(f"the folder of snapshots {folder} is gone: the launcher of this process has ended")
+    reason = error.strerror or str(error)
+    return AutoparError(f"a snapshot of {size} bytes could not be written to {folder}: {reason}; {_ROOM}")
+
+
+_ROOM = (
+    "give its file system room for three of each process of the node, and of each copy (in a container: --shm-size), "
+    "or start without --elastic and --restarts"
+)
+
+
+def require_room(folder: Path) -> None:
+    """Refuse a folder in which the first snapshots of a node have been written, and two more of each have no room.
+
+    Raises:
+        AutoparError: names the bytes.
+    """
+    first = sum(path.stat().st_size for path in folder.glob(f"*{SUFFIX}"))
+    free = shutil.disk_usage(folder).free
+    if free < 2 * first:
+        raise AutoparError(
+            f"snapshots of this node take {first} bytes, three of each are kept, and {folder} has room for {free} "
+            f"more; {_ROOM}"
+        )
 
 
 def read_snapshot(path: Path) -> Snapshot:

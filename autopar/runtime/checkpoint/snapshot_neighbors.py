@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.checkpoint.snapshot_files import PARTIAL
+from autopar.runtime.checkpoint.snapshot_files import write_copy
 from autopar.runtime.mesh import MeshContext
 
 
@@ -50,6 +50,10 @@ def send_files(
 
     Returns:
         Paths of the files that came.
+
+    Raises:
+        AutoparError: a file cannot be written.
+        RankError: a rank is gone.
     """
     if not to:  # on any rank, and then on all of them
         return []
@@ -64,8 +68,6 @@ def send_files(
     written = []
     at = 0
     for source in sources:
-        path = folder / names_and_sizes[source][0]
-        received[at : at + coming[source]].numpy().tofile(path.with_suffix(PARTIAL))
-        written.append(path.with_suffix(PARTIAL).rename(path))
+        written.append(write_copy(folder, names_and_sizes[source][0], received[at : at + coming[source]]))
         at += coming[source]
     return written

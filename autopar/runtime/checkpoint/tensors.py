@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from autopar._torch_compat import set_group_timeout
 from autopar.errors import AutoparError
 from autopar.runtime.mesh import MeshContext
 
@@ -24,10 +24,8 @@ def group_of(context: MeshContext) -> Any:
     """A Gloo group of the ranks: files are written while the others communicate; None where there is one rank."""
     if context.mesh is None or context.control is None:
         return None
-    ranks = context.mesh.mesh.flatten().tolist()
-    with context.during("making the process group of checkpoints"):
-        group = dist.new_group(ranks, timeout=WRITING, backend="gloo", use_local_synchronization=True)
-    context.control.groups.append(group)  # or a wait in it would outlast a rank that is gone
+    group = context.control.new_group(context.mesh.mesh.flatten().tolist(), "checkpoints")
+    set_group_timeout(WRITING, group)  # from now on: a rank that does not come to make it is gone
     return group
 
 

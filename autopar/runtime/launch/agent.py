@@ -16,14 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from autopar.runtime.launch.environment import AXES, BACKEND, FAILURES, NODES, PROGRESS, QUIET, SNAPSHOTS, TIMEOUT
+from autopar.runtime.launch.environment import AXES, BACKEND, FAILURES, HELD, NODES, PROGRESS, QUIET, SNAPSHOTS, TIMEOUT
 from autopar.runtime.launch.script import MODULE
 from autopar.runtime.launch.snapshot_folder import snapshot_folder
 
 LOCAL = "localhost:0"
 """Where processes of one node meet: at a port that is free."""
 
-COME_AND_GO = {"last_call_timeout": 3, "keep_alive_interval": 3, "keep_alive_max_attempt": 5, "read_timeout": 60}
+COME_AND_GO = {"last_call_timeout": 3, "keep_alive_interval": 3, "keep_alive_max_attempt": 5, "read_timeout": 30}
 """Of torch's rendezvous, in seconds, where nodes come and go: how long those that have met wait for more of them, and
 how often a node says that it is there. One that has not said so five times is gone: on a machine that is so busy that
 launchers come to nothing for seconds, fewer would take living ones for gone."""
@@ -89,12 +89,12 @@ def launch(wanted: Launch, script: str, arguments: Sequence[str], *, is_module: 
             max_nodes=wanted.nodes,
             nproc_per_node=wanted.processes,
             run_id=wanted.name or uuid.uuid4().hex,
-            rdzv_backend="c10d",
+            rdzv_backend="c10d" if wanted.fewest is None else elastic.NAME,
             rdzv_endpoint=wanted.meeting or LOCAL,
             rdzv_configs={
                 "timeout": seconds,
                 "join_timeout": seconds,
-                **(COME_AND_GO if wanted.fewest is not None else {}),
+                **({**COME_AND_GO, elastic.PROCESSES: wanted.processes} if wanted.fewest is not None else {}),
             },
             max_restarts=wanted.restarts,
             logs_specs=elastic.DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
@@ -185,11 +185,13 @@ def _environment(launch: Launch, folder: str, told: bool, snapshots: Path | None
         # The agent's store has no prefix for each attempt: processes that are restarted would meet those of before.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    for name in (BACKEND, NODES, SNAPSHOTS):
+    for name in (BACKEND, HELD, NODES, SNAPSHOTS):
         os.environ.pop(name, None)
     if snapshots is not None:
         wanted[SNAPSHOTS] = str(snapshots)
     if launch.fewest is not None:
+        # Agents number their processes themselves, and wait for no other agent's answer, which may be gone.
+        wanted["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         wanted[NODES] = f"{launch.fewest}:{launch.nodes}"
     if launch.backend:
         wanted[BACKEND] = launch.backend
@@ -221,6 +223,9 @@ def _elastic() -> SimpleNamespace:
     )
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from autopar.runtime.launch.meeting import NAME, PROCESSES, register
+
+    register()
     if "LOGLEVEL" not in os.environ:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed.elastic"):
@@ -229,4 +234,5 @@ def _elastic() -> SimpleNamespace:
         DefaultLogsSpecs=DefaultLogsSpecs, SignalException=SignalException, ChildFailedError=ChildFailedError,
         LaunchConfig=LaunchConfig, elastic_launch=elastic_launch, RendezvousError=RendezvousError,
         RendezvousClosedError=RendezvousClosedError, RendezvousTimeoutError=RendezvousTimeoutError,
+        NAME=NAME, PROCESSES=PROCESSES,
     )  # fmt: skip

@@ -24,6 +24,9 @@ NODES = "AUTOPAR_NODES"
 SNAPSHOTS = "AUTOPAR_SNAPSHOTS"
 """The folder in which the processes of this node keep snapshots in memory, where they may be started anew."""
 
+HELD = "AUTOPAR_HELD"
+"""Whether some node of this run has had a state: one that is nowhere is lost then, and not yet to be made."""
+
 QUIET = "AUTOPAR_QUIET"
 """Whether processes of a node but the first print nothing."""
 

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from autopar.runtime.checkpoint.snapshot_files import (
     box_of,
     lacking,
     read_snapshot,
+    require_room,
     snapshots_in,
+    write_copy,
     write_snapshot,
 )
 from autopar.runtime.checkpoint.snapshot_neighbors import neighbors
@@ -122,10 +125,33 @@ def test_a_file_that_has_no_room_is_an_error_that_says_so(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.open", full)
+    parts = {"a": (Box((0,), (8,)), torch.zeros(8, dtype=torch.float64))}
     with pytest.raises(AutoparError, match=r"a snapshot of 64 bytes could not be written to .*: No space left .* room"):
-        write_snapshot(
-            tmp_path, Moment(0, 1, "x"), 0, {}, {"a": (Box((0,), (8,)), torch.zeros(8, dtype=torch.float64))}
-        )
+        write_snapshot(tmp_path, Moment(0, 1, "x"), 0, {}, parts)
+    gone = rf"the folder of snapshots {tmp_path}/gone is gone: the launcher of this process has ended"
+    with pytest.raises(AutoparError, match=gone):
+        write_snapshot(tmp_path / "gone", Moment(0, 1, "x"), 0, {}, parts)
+
+
+def test_a_copy_that_has_no_room(tmp_path: Path) -> None:
+    """On a real device that is always full."""
+    (tmp_path / "a.partial").symlink_to("/dev/full")
+    with pytest.raises(AutoparError, match=r"a snapshot of 99999 bytes could not be written to .*room for three"):
+        write_copy(tmp_path, "a.snapshot", torch.zeros(99999, dtype=torch.uint8))
+    assert not list(tmp_path.iterdir())
+
+
+def test_room_for_the_next_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.snapshot").write_bytes(b"x" * 60)
+    (tmp_path / "b.snapshot").write_bytes(b"x" * 40)
+    left = SimpleNamespace(free=200)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: left)
+    require_room(tmp_path)
+    left.free = 199
+    with pytest.raises(
+        AutoparError, match=r"take 100 bytes, three of each are kept, and .* has room for 199 more; give"
+    ):
+        require_room(tmp_path)
 
 
 def test_what_is_missing() -> None:
@@ -145,10 +171,10 @@ def test_copies_are_on_other_nodes() -> None:
 
 
 def test_folders_of_launchers_that_are_gone_are_deleted(tmp_path: Path) -> None:
-    with snapshot_folder(tmp_path) as mine:
+    with snapshot_folder(tmp_path) as mine, snapshot_folder(tmp_path) as of_another_run:
         (tmp_path / "autopar-snapshots-gone").mkdir()
         (tmp_path / "autopar-snapshots-gone" / "x.snapshot").touch()
         (tmp_path / "another").mkdir()
         remove_abandoned(tmp_path)
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["another", mine.name]
+        assert {p.name for p in tmp_path.iterdir()} == {"another", mine.name, of_another_run.name}
     assert [p.name for p in tmp_path.iterdir()] == ["another"]
