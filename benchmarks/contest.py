@@ -31,7 +31,9 @@ GAP = 1e-6
 def main() -> None:
     """Print a row for each file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON, also .gz; one that is absent is skipped")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="JSON, also .gz; one that is absent is skipped"
+    )
     parser.add_argument("--seconds", type=float, default=120.0, help="for each, without reading it (default 120)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     given = parser.parse_args()
@@ -52,7 +54,9 @@ def measured(path: Path, seconds: float) -> dict[str, Any]:
     begin = time.monotonic()
     found = solve(instance, seconds, GAP, lambda value, bound: None)
     took = time.monotonic() - begin
-    feasible = found.labels is not None and bool(np.isfinite(instance.value(found.labels))) and instance.fits(found.labels)
+    feasible = (
+        found.labels is not None and bool(np.isfinite(instance.value(found.labels))) and instance.fits(found.labels)
+    )
     row: dict[str, Any] = {
         "name": name,
         "value": found.value if feasible else None,

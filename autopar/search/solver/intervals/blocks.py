@@ -118,7 +118,8 @@ class Blocks:
         before = value_of(now)
         for share in (0.0, 1.0):
             nodes = tuple(
-                Node(n.name, n.cost + share * price[o], np.zeros(len(n.cost))) for n, o in zip(plain.nodes, own, strict=True)
+                Node(n.name, n.cost + share * price[o], np.zeros(len(n.cost)))
+                for n, o in zip(plain.nodes, own, strict=True)
             )
             priced = Problem(nodes, plain.edges)
             limits = Limits(BLOCK_GAP, min(deadline, time.monotonic() + BLOCK_SECONDS))

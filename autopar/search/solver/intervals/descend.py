@@ -90,7 +90,13 @@ def repair(instance: Instance, messages: Messages, labels: Ints) -> Ints | None:
             ratio = worse[possible] / np.minimum(less[possible], -slack[point])
             if best is None or ratio.min() < best[0]:
                 order = possible[np.argsort(ratio, kind="stable")]
-                best = float(ratio.min()), point, nodes[of_label[order]], order - starts[of_label[order]], np.sort(ratio)
+                best = (
+                    float(ratio.min()),
+                    point,
+                    nodes[of_label[order]],
+                    order - starts[of_label[order]],
+                    np.sort(ratio),
+                )
         if best is None:
             return None
         # Of one color, whose nodes do not see each other; as long as none is much worse than the best of all.

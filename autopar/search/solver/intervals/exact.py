@@ -10,7 +10,14 @@ import numpy as np
 
 from autopar.search.solver.eliminate import fold, unfold
 from autopar.search.solver.highs import new_solver, requested
-from autopar.search.solver.ilp import BOUND_SLACK, MEMORY_SCALE, OBJECTIVE_SCALE, columns_of, integer_program, read_labels
+from autopar.search.solver.ilp import (
+    BOUND_SLACK,
+    MEMORY_SCALE,
+    OBJECTIVE_SCALE,
+    columns_of,
+    integer_program,
+    read_labels,
+)
 from autopar.search.solver.intervals.instance import Instance
 from autopar.search.solver.intervals.multipliers import Best
 from autopar.search.solver.minimize import LEVELS, MOST_COLUMNS, WORK_PER_ENTRY

@@ -55,7 +55,9 @@ class Instance:
             if len(ends) and not 0 <= int(ends.min()) <= int(ends.max()) < nodes:
                 raise ValueError(f"an edge's {name} is no node of 0 to {nodes - 1}")
         if (self.u == self.v).any():
-            raise ValueError(f"edge {int(np.argmax(self.u == self.v))} has one node; add its diagonal to the node's cost")
+            raise ValueError(
+                f"edge {int(np.argmax(self.u == self.v))} has one node; add its diagonal to the node's cost"
+            )
         if len(self.table) != int((sizes[self.u] * sizes[self.v]).sum()):
             raise ValueError(f"{len(self.table)} costs of pairs for {int((sizes[self.u] * sizes[self.v]).sum())} pairs")
 
