@@ -11,7 +11,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv links demo test test-deep test-models lint format bench docs
+.PHONY: help .venv links demo test tests test-deep test-models lint style types format bench docs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
@@ -39,7 +39,14 @@ links:
 demo: .venv ## plan, rewrite and check a small model on one machine
 	.venv/bin/python -m autopar.cli.demo
 
-test: lint ## set-up, lint, types and the tests (what the CI runs)
+test: style ## set-up, lint, types and the tests (what the CI runs)
+	@$(MAKE) --no-print-directory -j 2 types tests
+
+# Without a cache mypy takes most of a minute on one core: it runs beside the tests.
+types: .venv
+	.venv/bin/mypy
+
+tests: .venv
 	$(PYTEST) -m "not deep"
 
 test-deep: lint .venv/.models ## the same with the deep tests and 2000 examples per property
@@ -48,10 +55,11 @@ test-deep: lint .venv/.models ## the same with the deep tests and 2000 examples 
 test-models: .venv/.models ## networks of timm, diffusers and PEFT: planned, verified and trained on 4 processes
 	$(PYTEST) -m "deep or not deep" tests/real_models
 
-lint: .venv links ## ruff, formatting and mypy, changing nothing
+lint: style types ## ruff, formatting and mypy, changing nothing
+
+style: .venv links
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy
 
 format: .venv ## rewrite the sources with ruff's fixes and formatting
 	.venv/bin/ruff check --fix .

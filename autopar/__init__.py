@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autopar import _former_paths
 
 if TYPE_CHECKING:
+    from autopar.checkpoint.elastic import elastic
     from autopar.compiler import plan
     from autopar.costs.cluster import Cluster
     from autopar.errors import (
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from autopar.ir.plan import Plan
-    from autopar.ir.precision import Precision
+    from autopar.ir.precision import Float8, Precision
     from autopar.module.low_communication.compressed.gradients import CompressedGradients
     from autopar.module.low_communication.local_steps import LocalSteps
     from autopar.parallelize import parallelize
@@ -51,6 +52,7 @@ __all__ = [
     "CompressedGradients",
     "DeadlockError",
     "EquivalenceReport",
+    "Float8",
     "InfeasibleError",
     "InvalidRuleError",
     "LocalSteps",
@@ -65,6 +67,7 @@ __all__ = [
     "Search",
     "Spec",
     "VerifyError",
+    "elastic",
     "mesh",
     "parallelize",
     "plan",
@@ -73,12 +76,13 @@ __all__ = [
 ]
 
 _MODULES = {
+    "autopar.checkpoint.elastic": "elastic",
     "autopar.compiler": "plan",
     "autopar.costs.cluster": "Cluster",
     "autopar.errors": "AutoparError CaptureError CertificateError DeadlockError InfeasibleError InvalidRuleError "
     "MissingRuleError PassError PlanError RankError VerifyError",
     "autopar.ir.plan": "Plan",
-    "autopar.ir.precision": "Precision",
+    "autopar.ir.precision": "Float8 Precision",
     "autopar.module.low_communication.compressed.gradients": "CompressedGradients",
     "autopar.module.low_communication.local_steps": "LocalSteps",
     "autopar.parallelize": "parallelize",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -50,6 +51,7 @@ __all__ = [
     "convert_assigned",
     "default_partition",
     "dtensor_overloads",
+    "flex_attention_as",
     "forget_fake_results",
     "forget_source_with",
     "get_decompositions",
@@ -76,6 +78,7 @@ __all__ = [
     "reduce_found_inf_over_every_gradient",
     "refuse_items_of_unreduced",
     "said_by_kernel",
+    "scaled_mm",
     "selective_policy",
     "set_group_timeout",
     "spec_in",
@@ -134,6 +137,22 @@ def attention_kernel(
         q, k, v = (t.detach().requires_grad_() for t in (query, key, value))
         found: int = torch._fused_sdp_choice(q, k, v, bias, dropout_p, is_causal, enable_gqa=shared)
     return SDPBackend(found)
+
+
+def scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``(a * scale_a) @ (b * scale_b)`` of float8 matrices, ``a`` row-major and ``b`` column-major, summed in float32.
+
+    Args:
+        a: ``[rows, depth]``.
+        b: ``[depth, columns]``.
+        scale_a: float32, ``[1, 1]`` or ``[rows, 1]``.
+        scale_b: float32, ``[1, 1]`` or ``[1, columns]``.
+        dtype: of the result.
+    """
+    # Without fast accumulation: tensor cores of Hopper add up some products in fewer bits with it.
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=False)
 
 
 def pytree_node(kind: type) -> Any:
@@ -508,6 +527,35 @@ def masks_as_they_are() -> Iterator[None]:
         yield
     finally:
         module._detect_is_causal_mask = before
+
+
+@contextmanager
+def flex_attention_as(function: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, `flex_attention` is another function, wherever its name was imported to.
+
+    A model that has it has imported it: else this does nothing, since the import takes long.
+    """
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    if module is None or hasattr(module, "_autopar_function"):
+        yield
+        return
+
+    def stand_in(
+        query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: Any = None,
+        enable_gqa: Any = False, return_lse: Any = False, kernel_options: Any = None, *, return_aux: Any = None,
+    ) -> Any:  # fmt: skip
+        found = globals()["_autopar_function"]
+        options = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+        return found(query, key, value, *options, return_aux=return_aux)
+
+    # Its code, not its name: others have the function itself.
+    target, module._autopar_function = module.flex_attention, function  # type: ignore[attr-defined]
+    before, target.__code__ = target.__code__, stand_in.__code__
+    try:
+        yield
+    finally:
+        target.__code__ = before
+        del module._autopar_function
 
 
 @contextmanager

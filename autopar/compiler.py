@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +15,36 @@ from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar.capture import Batch, LossFunction, capture
-from autopar.capture.attention import telling
 from autopar.capture.repeat import abridge
 from autopar.costs.arguments import AXES, FLAG, FUNCTION, LOSS, OPTIMIZER, SIZE, a, optional, require
 from autopar.costs.budget import DefaultBudget, naming_default, reserve_of
 from autopar.costs.cluster import Cluster
 from autopar.costs.device import Device
 from autopar.costs.memory import parse_bytes
-from autopar.errors import PlanError
-from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
+from autopar.errors import InfeasibleError, PlanError
+from autopar.ir.plan import INTERRUPTED, ROUNDED, TIME_LIMIT, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
+from autopar.ir.quantized.axes import WEIGHTS
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
 from autopar.ir.signature.worker_rows import rows_of_worker, split_tensors
 from autopar.passes import PASSES, Pass, collector_paused, run_passes
 from autopar.passes.canonicalize import canonical
+from autopar.passes.canonicalize.float8 import float8_linear_layers
 from autopar.passes.canonicalize.precision import apply_precision
 from autopar.passes.rng.replicate import replicate_random
 from autopar.pipeline.custom_schedule import as_text
 from autopar.search import cache
 from autopar.search.flat import best_flat
-from autopar.search.formulation.local_axes import Axes, require_rows, worker_count
+from autopar.search.formulation.local_axes import FP8, Axes, require_rows, worker_count
 from autopar.search.formulation.pins import Restrictions, check_names
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
 from autopar.search.peak import peak_of as peak_of
 from autopar.search.pipeline.branch_and_bound import best_pipeline
-from autopar.sharding.dims import analyze
+from autopar.search.recost import sent_in_few_bits
+from autopar.sharding.dims import Dims, analyze
 
 logger = logging.getLogger("autopar")
 
@@ -63,6 +66,13 @@ def captured(
     return apply_precision(program, precision, [t.dtype for t in binding.flatten(model, batch)[0]])
 
 
+def in_canonical_form(program: Program, precision: Precision | None) -> Program:
+    """A program as captured, in canonical form, with the float8 products of its policy."""
+    program = canonical(program)
+    linear = None if precision is None else precision.linear
+    return program if linear is None else float8_linear_layers(program, linear)
+
+
 def program_of(
     model: nn.Module,
     batch: Batch,
@@ -77,7 +87,8 @@ def program_of(
 
     Costs are counted as if a compiler fused kernels if ``fused``, see `autopar.rules.shapes.fused_kernels`.
     """
-    program = canonical(captured(model, batch, loss_fn=loss_fn, loss=loss, training=training, precision=precision))
+    graph = captured(model, batch, loss_fn=loss_fn, loss=loss, training=training, precision=precision)
+    program = in_canonical_form(graph, precision)
     logger.debug("captured %s operators, fingerprint %s", len(program.calls), program.fingerprint)
     return replace(program, fused=fused)
 
@@ -97,8 +108,7 @@ def program_to_plan(
     search = search or Search()
 
     def make(model: nn.Module) -> Program:
-        with telling(say):
-            return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=fused)
+        return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=fused)
 
     def say(text: str) -> None:
         logger.info("%s", text)
@@ -108,7 +118,8 @@ def program_to_plan(
     # Random layouts, layers that are planned apart, and stages that begin at named modules need all of the blocks.
     if search.recipe == "random" or not search.tie_layers or search.stage_modules:
         return make(model)
-    return abridge(model, make, search.layouts, say)
+    excluded = () if precision is None or precision.linear is None else precision.linear.exclude
+    return abridge(model, make, (*search.layouts, *excluded), say)
 
 
 def solve(
@@ -152,6 +163,7 @@ def solve(
     # Graphs are full of cycles that stay alive: Python's collector would walk all of them again and again.
     with naming_default(memory), collector_paused():
         dims = analyze(program)
+        _require_load(search, dims)
         kind = f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}, fused {program.fused}"
         file = cache.file_of(program, dims, job, kind)
         if file is not None and (known := cache.load(file, program, job, dims)) is not None:
@@ -160,16 +172,53 @@ def solve(
         plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
         if machine.groups and plan.pipeline is None:
             plan = as_the_slowest(plan)
+        plan = plan.of_messages().in_float8(program.float8)
+        if program.training and search.recipe != "random" and not job.restrictions.layouts:
+            require_sent(sent_in_few_bits(program, plan, deterministic=deterministic), search.quantized)
         # A slower machine, or a shorter limit, must not decide for later searches.
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
         return plan
 
 
+def _require_load(search: Search, dims: Dims) -> None:
+    """Refuse how many tokens each expert got where there are more or fewer experts.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    other = next((t.experts for t in dims.types.values() if t.experts not in (0, len(search.load))), None)
+    if len(search.load) > 1 and other is not None:
+        raise ValueError(
+            f"imbalance= has the tokens of {len(search.load)} experts, and a mixture of the model has {other}: give a "
+            "number for each, or one factor for all mixtures"
+        )
+
+
 def as_the_slowest(plan: Plan) -> Plan:
     """A plan that gives devices of several kinds the same work; its certificate says how they are counted."""
     note = "every device as slow as the slowest, and with the least memory"
     return replace(plan, certificate=replace(plan.certificate, space=f"{plan.certificate.space}; {note}"))
+
+
+def require_sent(sent: Collection[tuple[str, str]], quantized: Mapping[str, Mapping[str, int]]) -> None:
+    """Refuse a plan that sends none of what was to be in few bits along an axis.
+
+    Args:
+        sent: axes, and what is sent in few bits along them.
+        quantized: what is asked for.
+
+    Raises:
+        InfeasibleError: names the axis, what it is and the remedy.
+    """
+    for axis, bits in quantized.items():
+        for what in bits:
+            if (axis, what) not in sent:
+                done = "gathered" if what == WEIGHTS else "reduced into shards"
+                raise InfeasibleError(
+                    f"quantized= has {what} in {bits[what]} bits along axis {axis!r}, and the plan has none that are "
+                    f"{done} along it and smaller so; give the axis the role 'shard' (recipe 'fsdp'), or leave it out"
+                )
 
 
 def for_devices(program: Program, device: Device, axes: Mapping[str, int], *, deterministic: bool) -> Program:
@@ -213,6 +262,45 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
     # Microbatches first: passes see the shapes that run. The inner plan is that of the devices of one stage.
     part = microbatch_program(program, plan.microbatches, deterministic=replicate_random in passes)
     return run_passes(part, plan.inner, passes)
+
+
+def policy_of(
+    model: nn.Module, precision: Precision | str | torch.dtype | None, search: Search | None, plan: Plan | None = None
+) -> Precision | None:
+    """The policy that an argument asks for; float8 layers are for who asks for them twice, as all that is inexact.
+
+    Args:
+        model: whose parameters ``exclude`` names.
+        precision: the argument.
+        search: which says what may be inexact.
+        plan: one that is given instead of searching, which says itself that its layers are in float8.
+
+    Raises:
+        ValueError: there is no such policy, float8 is not among ``inexact``, or ``exclude`` names no parameter.
+        PlanError: the plan computes linear layers in another way.
+    """
+    policy = Precision.resolve(precision)
+    linear = None if policy is None else policy.linear
+    how = "" if linear is None else str(linear)
+    if plan is not None and plan.float8 != how:
+        own = "the dtype of their results"
+        raise PlanError(
+            f"the plan computes linear layers in {plan.float8 or own}, and precision= asks for {how or own}: pass the "
+            "precision that it was planned for, or plan again"
+        )
+    if linear is None:
+        return policy
+    if plan is None and FP8 not in (search or Search()).inexact:
+        raise ValueError(
+            f"precision= computes linear layers in {how}: {ROUNDED}; ask for that with "
+            f"search=Search(inexact=({FP8!r},))"
+        )
+    for pattern in linear.exclude:
+        if not any(fnmatchcase(name, pattern) for name, _ in model.named_parameters(remove_duplicate=False)):
+            raise ValueError(
+                f"Float8(exclude=...) names {pattern!r}, which is no parameter of the model; see its names"
+            )
+    return policy
 
 
 def check_planning(
@@ -292,7 +380,8 @@ def plan(
             `autopar.costs.budget` sets aside. On a cluster of several kinds of devices it is of those with the least
             memory, and stages on others may take as much more as these have.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
-        precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``; default: the model's own.
+        precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``; default: the model's own. ``"fp8"`` is
+            bfloat16 with linear layers in float8, see `Float8`.
         compile: the plan is for ``parallelize(..., compile=True)``: costs are those of kernels that a compiler fuses.
         search: limits and pins.
         progress: called with ``(phase, incumbent, bound)``.
@@ -304,7 +393,7 @@ def plan(
     require(batch=(batch, BATCH))
     check_planning(model, batch, loss_fn, loss, memory, optimizer, search)
     require(axes=(axes, optional(AXES)), compile=(compile, FLAG), progress=(progress, optional(FUNCTION)))
-    policy = Precision.resolve(precision)
+    policy = policy_of(model, precision, search)
     machine = Cluster.resolve(cluster)
     axes = axes or {"device": machine.devices or (machine.group_sizes[0] if machine.group_sizes else 1)}
     search = search or Search()

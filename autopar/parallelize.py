@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
-from autopar.compiler import check_planning, default_memory
+from autopar.compiler import check_planning, policy_of
 from autopar.costs.arguments import FLAG, FUNCTION, PATH, a, number, optional, require
-from autopar.costs.budget import DefaultBudget
+from autopar.costs.calibrate.allocator import keep_freed_memory
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import parse_bytes
 from autopar.errors import PlanError
@@ -31,7 +30,7 @@ from autopar.module.whole_outputs import gather_outputs_without_loss
 from autopar.runtime.compiled.backend import Compile, backend_of, no_backend
 from autopar.runtime.compiled.compiler import Compiler
 from autopar.runtime.compiled.interpreter import Interpreter
-from autopar.runtime.devices import cluster_of_device, reserve_of_device
+from autopar.runtime.devices import cluster_of_device
 from autopar.runtime.launch.environment import is_told
 from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes, worker_context
 from autopar.runtime.observer import Observer
@@ -41,7 +40,7 @@ from autopar.runtime.state.parameters import distribute_parameters
 from autopar.search.formulation.local_axes import Axes, exact_roles
 from autopar.search.options import Search
 from autopar.search.pipeline.space import is_split_for_stages, split_for_stages
-from autopar.specialize import CompileOptions
+from autopar.specialize import CompileOptions, default_budget
 
 
 def parallelize(
@@ -90,7 +89,8 @@ def parallelize(
             `autopar.costs.budget` sets aside for the context, communicators, workspaces and fragments.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then stored, reduced
-            and updated in float32; default: the model's own dtypes.
+            and updated in float32; default: the model's own dtypes. ``"fp8"`` is bfloat16 with linear layers in float8,
+            see `Float8`; it takes ``search=Search(inexact=("fp8",))``.
         deterministic: dropout and other random operators draw the same numbers as one device would, from the default
             generator, which must be in the same state on every rank; each rank draws whole tensors for that. Otherwise
             each rank draws its own shard, with seeds from rank 0's generator. No difference on one device.
@@ -118,6 +118,55 @@ def parallelize(
         CaptureError, MissingRuleError, InfeasibleError, PlanError, RankError: see there.
     """
     check_planning(model, batch, loss_fn, loss, memory, optimizer, search)
+    _check_kinds(mesh, inputs, outputs, deterministic, cluster, plan, timeout, init, check, compile, lengths)
+    _check_arguments(model, batch, inputs, outputs, lengths)
+    if mesh is not None and search is not None and plan is None:
+        search.require_axes(dict(axes_of(mesh)))
+    _check_optimizers(model)
+    given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    policy = policy_of(model, precision, search, given)
+    context, search = _context(model, mesh, given, search or Search(), timeout)
+    if context.device.type == "cpu":
+        keep_freed_memory()
+    _check_devices(model, context)
+    machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
+    if given is not None:
+        _check_plan(given, context)
+    backend = context.together(lambda: backend_of(compile, context.device), "choosing a compiler")
+    speaks = not any(context.coordinates)
+    # After the checks above: their errors leave the model as it was.
+    if policy is not None:
+        _store_in(policy, model)
+    machine.require_mesh(dict(context.axes))
+    budget = default_budget(context, machine) if memory is None else parse_bytes(memory)
+    options = CompileOptions(
+        machine, budget, optimizer, search, given, loss_fn, inputs,
+        # On one device both ways draw the same, and the default generator needs no seeds.
+        deterministic=deterministic or context.mesh is None, loss=loss, precision=policy, check=check,
+        compiler=Interpreter(context.device) if backend is None else Compiler(backend, speaks),
+        fused=compile is True or compile == "inductor",  # of another backend nobody knows what it fuses
+        observer=Spoken(is_told()) if speaks else Observer(),
+    )  # fmt: skip
+    distribute_parameters(model, context)
+    parallel = parallel_module(model, context, options, init)
+    _make_ready(parallel, outputs, speaks, batch, lengths)
+    return parallel
+
+
+def _check_kinds(
+    mesh: object,
+    inputs: object,
+    outputs: object,
+    deterministic: object,
+    cluster: object,
+    plan: object,
+    timeout: object,
+    init: object,
+    check: object,
+    compile: object,
+    lengths: object,
+) -> None:
+    """Refuse arguments of another type than they are documented with; `check_planning` has looked at the others."""
     require(
         mesh=(mesh, optional(a(DeviceMesh, "a torch.distributed.DeviceMesh"))),
         inputs=(inputs, a(str, '"global" (ranks pass the whole batch) or "local" (their part)')),
@@ -131,51 +180,42 @@ def parallelize(
         compile=(compile, optional(no_backend)),
         lengths=(lengths, optional(lengths_kind)),
     )
-    if lengths is not None and batch is None:
-        raise ValueError("lengths= needs batch=, an example whose sequences are brought to these lengths: pass it")
-    _check_arguments(model, inputs, outputs)
-    if mesh is not None and search is not None and plan is None:
-        search.require_axes(dict(axes_of(mesh)))
-    policy = Precision.resolve(precision)
-    _check_optimizers(model)
-    given = Plan.load(plan) if isinstance(plan, str | Path) else plan
-    role = (search or Search()).worker_role if given is None else given.worker_role
-    search, workers = _within_worker(search or Search(), given, mesh)
-    context = one_device(_device(model)) if mesh is None else _mesh_context(mesh, given, search, timeout, workers, role)
-    _check_devices(model, context)
-    machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
-    if given is not None:
-        _check_plan(given, context)
-    backend = context.together(lambda: backend_of(compile, context.device), "choosing a compiler")
-    speaks = not any(context.coordinates)
-    # After the checks above: their errors leave the model as it was.
-    if policy is not None:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
-    machine.require_mesh(dict(context.axes))
-    budget = _budget(context, machine) if memory is None else parse_bytes(memory)
-    options = CompileOptions(
-        machine, budget, optimizer, search, given, loss_fn, inputs,
-        # On one device both ways draw the same, and the default generator needs no seeds.
-        deterministic=deterministic or context.mesh is None, loss=loss, precision=policy, check=check,
-        compiler=Interpreter(context.device) if backend is None else Compiler(backend, speaks),
-        fused=compile is True or compile == "inductor",  # of another backend nobody knows what it fuses
-        observer=Spoken(is_told()) if speaks else Observer(),
-    )  # fmt: skip
-    distribute_parameters(model, context)
-    parallel = parallel_module(model, context, options, init)
+
+
+def _context(
+    model: nn.Module, mesh: DeviceMesh | None, plan: Plan | None, search: Search, timeout: float
+) -> tuple[MeshContext, Search]:
+    """This rank's mesh context, and how to search on its axes: where workers train apart, on those within one."""
+    role = search.worker_role if plan is None else plan.worker_role
+    search, workers = _within_worker(search, plan, mesh)
+    if mesh is None:
+        return one_device(_device(model)), search
+    return _mesh_context(mesh, plan, search, timeout, workers, role), search
+
+
+def _store_in(policy: Precision, model: nn.Module) -> None:
+    """Store parameters in the dtype in which a policy updates them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
+
+
+def _make_ready(
+    parallel: ParallelModule, outputs: str, speaks: bool, batch: Batch | None, lengths: Lengths | None
+) -> None:
+    """Hooks on the module's outputs, and plans for batches that are known."""
     if outputs == "whole":
         gather_outputs_without_loss(parallel)
     if speaks and is_told():
         watch(parallel, print_metrics, seconds=INTERVAL)
     if batch is not None:
         parallel.specialize(batch)
-    if lengths is not None:
-        plan_ahead(parallel._autopar, batch, lengths)
-    return parallel
+        if lengths is not None:
+            plan_ahead(parallel._autopar, batch, lengths)
 
 
-def _check_arguments(model: nn.Module, inputs: str, outputs: str) -> None:
+def _check_arguments(model: nn.Module, batch: Batch | None, inputs: str, outputs: str, lengths: Lengths | None) -> None:
+    if lengths is not None and batch is None:
+        raise ValueError("lengths= needs batch=, an example whose sequences are brought to these lengths: pass it")
     if isinstance(model, ParallelModule):
         raise ValueError("the model is parallelized already; pass the original to parallelize")
     if not any(True for _ in model.parameters()):
@@ -237,15 +277,6 @@ def _cluster(context: MeshContext) -> Cluster:
         return cluster_of_device(context.device)
     # Together: a device of no preset on one rank is an error on all.
     return context.together(lambda: cluster_of_device(context.device), "choosing a preset")
-
-
-def _budget(context: MeshContext, machine: Cluster) -> DefaultBudget:
-    """Bytes that a device may use by default; of several kinds, that with the least memory by the cluster's figures."""
-    if machine.groups:
-        return default_memory(machine, dict(context.axes))
-    world = dist.get_world_size() if context.mesh is not None else 1
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return DefaultBudget(reserve_of_device(context.device, dict(context.axes), processes))
 
 
 def _within_worker(search: Search, plan: Plan | None, mesh: DeviceMesh | None) -> tuple[Search, Axes]:

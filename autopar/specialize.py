@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate as TorchReplicate
 
 from autopar._torch_compat import FakeTensorMode
-from autopar.capture.attention import telling
 from autopar.capture.state.hooks import without_hooks
-from autopar.compiler import program_of, rewrite, solve
+from autopar.compiler import default_memory, program_of, rewrite, solve
+from autopar.costs.budget import DefaultBudget
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.layout import Layout, Replicate, Split, TensorType
@@ -29,6 +31,7 @@ from autopar.passes import DETERMINISTIC_PASSES, PASSES, Pass, collector_paused
 from autopar.rules.remembered import forget
 from autopar.runtime.agreement.same_program import collective_order, require_same_program
 from autopar.runtime.compiled.executable import Executables
+from autopar.runtime.devices import reserve_of_device
 from autopar.runtime.dtensor import Placements, from_placements
 from autopar.runtime.mesh import MeshContext, with_axes
 from autopar.runtime.observer import CAPTURE, REWRITE, SEARCH, Observer
@@ -239,6 +242,15 @@ def _seed(local: Program, options: CompileOptions, context: MeshContext) -> int 
     return None
 
 
+def default_budget(context: MeshContext, machine: Cluster) -> DefaultBudget:
+    """Bytes that a device may use by default; of several kinds, that with the least memory by the cluster's figures."""
+    if machine.groups:
+        return default_memory(machine, dict(context.axes))
+    world = dist.get_world_size() if context.mesh is not None else 1
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return DefaultBudget(reserve_of_device(context.device, dict(context.axes), processes))
+
+
 def _capture(model: nn.Module, request: Request, options: CompileOptions, context: MeshContext) -> Program:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
@@ -249,8 +261,7 @@ def _capture(model: nn.Module, request: Request, options: CompileOptions, contex
     # The model's own hooks are called by the parallel module, around the graph; with loss_fn they are inside of it.
     hooks = nullcontext() if options.loss_fn is not None else without_hooks(model)
     # Graphs are full of cycles that stay alive, as in the search.
-    says = telling(options.observer.searching)
-    with plain_parameters(model, context.device), hooks, collector_paused(), says:
+    with plain_parameters(model, context.device), hooks, collector_paused():
         return captured_under(model, batch, options)
 
 

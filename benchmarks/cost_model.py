@@ -4,9 +4,9 @@ Reads the iteration times of ``megatron_measured`` (a folder of data given by ``
 do). The model's graph is captured with two blocks for each shape, planned with the recipe ``megatron``, and costed as
 `autopar plan --recipe megatron` does. What no datasheet says of the device and its links is fitted, robustly, to half
 of the rows, and reported of the other half; then the halves change places. Assumed, since the data does not say:
-everything recomputed on several nodes and nothing on one; Megatron's fused kernels on several nodes, and kernels as the
-graph has them on one; 16-bit gradients; a vocabulary of 51200, but of 50257, which is not padded, on one node without
-tensor parallelism.
+everything recomputed on several nodes and nothing on one; kernels that a compiler fuses on several nodes, where
+Megatron has its own, and kernels as the graph has them on one; 16-bit gradients; a vocabulary of 51200, but of 50257,
+which is not padded, on one node without tensor parallelism.
 """
 
 from __future__ import annotations
@@ -165,12 +165,12 @@ def capture(rows: Iterable[Row], file: Path | None, workers: int) -> Steps:
     with multiprocessing.get_context("spawn").Pool(max(1, min(workers, len(jobs)))) as pool:
         for number, made in enumerate(pool.imap_unordered(_capture, jobs), 1):
             steps.update(made)
+            if file is not None:  # so that what was captured is there if this ends early
+                file.write_bytes(pickle.dumps(steps))
             seconds = time.monotonic() - began
             print(f"\rcaptured {number} of {len(jobs)} shapes, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
     if jobs:
         print(file=sys.stderr)
-    if file is not None:
-        file.write_bytes(pickle.dumps(steps))
     return steps
 
 
@@ -182,8 +182,8 @@ def _capture(job: tuple[tuple[int, ...], list[int]]) -> Steps:
     from benchmarks.gpt import GPT, batch_of
 
     (hidden, heads, sequence, microbatch, vocabulary, fused), ranks = job
-    model = GPT(hidden, heads, 2, sequence, vocabulary, fused=bool(fused))  # as the command line captures it
-    program = program_of(model, batch_of(microbatch, sequence))
+    model = GPT(hidden, heads, 2, sequence, vocabulary)  # as the command line captures it
+    program = program_of(model, batch_of(microbatch, sequence), fused=bool(fused))
     dims = analyze(program)
     found = {}
     for tensor in ranks:

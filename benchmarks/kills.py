@@ -145,7 +145,7 @@ def kill(kind: str, seed: int) -> Kill:
     chance = random.Random(seed)
     victim = chance.randrange(RANKS)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["autopar", "torch._functorch.aot_autograd", "torch.distributed.checkpoint"])
+    context.set_forkserver_preload(["autopar.checkpoint", "autopar.parallelize", "torch._functorch.aot_autograd"])
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(RANKS):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from autopar.compiler import default_memory, program_of, program_to_plan, solve
 from autopar.costs.cluster import Cluster
+from autopar.ir.ops.sequence import masked_parts
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform
@@ -47,6 +48,47 @@ class Block(nn.Module):
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(x)))
+
+
+class Windowed(nn.Module):
+    """A decoder layer of Mistral-7B's sizes, with a sliding window, as transformers masks it, or without."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window, self.norm = window, nn.RMSNorm(4096)
+        self.q, self.kv, self.out = nn.Linear(4096, 4096), nn.Linear(4096, 2048), nn.Linear(4096, 4096)
+        self.up, self.gate, self.down = nn.Linear(4096, 14336), nn.Linear(4096, 14336), nn.Linear(14336, 4096)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of one sequence, ``[1, tokens, hidden]``."""
+        h, at = self.norm(x), torch.arange(x.shape[1])
+        q, *kv = (y.unflatten(-1, (-1, 128)).transpose(1, 2) for y in (self.q(h), *self.kv(h).chunk(2, -1)))
+        shown = at <= at[:, None]
+        shown = shown & (at > at[:, None] - self.window) if self.window else shown
+        x = x + self.out(F.scaled_dot_product_attention(q, *kv, shown, enable_gqa=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def windowed(length: int, devices: int) -> Iterator[dict[str, Any]]:
+    """Plans of two layers with a window and without, and with one whose keys cannot come from neighbors alone."""
+    cluster = Cluster.preset("h100")
+    for window, halo in ((0, True), (4096, True), (4096, False)):
+        with torch.device("meta"):
+            model = nn.Sequential(*(Windowed(window) for _ in range(LAYERS))).to(torch.bfloat16)
+            x = torch.zeros(1, length, 4096, dtype=torch.bfloat16)
+        # Heads stay whole: this is of keys that come from other devices.
+        only = patch.object(attention, "_blocked", lambda *_: "bhgkde")
+        with only, patch.object(masked_parts, "is_near", masked_parts.is_near if halo else lambda *_: False):
+            program = program_of(model, (x,), loss_fn=lambda y, _: y.square().mean())
+            found = solve(program, {"gpu": devices}, cluster, memory=76 * 2**30,
+                          search=Search(roles={"gpu": "context"}, cache=False, time_limit=math.inf))  # fmt: skip
+            seconds = simulated(program, found)
+        kinds = found.predicted.communication_bytes["gpu"]
+        yield {
+            "tokens": length, "devices": devices, "window": window or "none", "halo": "yes" if halo else "no",
+            "ms": 1e3 * found.predicted.step_seconds, "simulated": 1e3 * seconds, "sent MiB": kinds / 2**20,
+            "GiB": sum(found.predicted.peak_bytes.values()) / 2**30, "taken": taken(found),
+        }  # fmt: skip
 
 
 WAYS = ("masked", "blocks", "ring")
@@ -123,9 +165,7 @@ def llama(length: int, meshes: Sequence[int], devices: int, which: str | None) -
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(1, length, dtype=torch.long)
-    # Attention is told that it is causal: to see it from a mask of so many tokens takes half a minute.
-    with patch("transformers.models.llama.modeling_llama.create_causal_mask", lambda *_, **__: None):
-        program, cluster = program_to_plan(model, {"input_ids": ids, "labels": ids}), Cluster.preset("h100")
+    program, cluster = program_to_plan(model, {"input_ids": ids, "labels": ids}), Cluster.preset("h100")
     ways = [LLAMA_WAYS[which]] if which else list(LLAMA_WAYS.values())
     for nodes, (way, only) in itertools.product(meshes, ways):
         flat = only or nodes == 1
@@ -158,18 +198,20 @@ def main() -> None:
     parser.add_argument(
         "--llama", type=int, metavar="TOKENS", help="plan Llama-3-8B with a sequence of so many instead"
     )
+    parser.add_argument("--windows", action="store_true", help="plan layers with a sliding window instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
-    rows = (
-        llama(arguments.llama, arguments.nodes, arguments.devices, arguments.only)
-        if arguments.llama
-        else (
+    if arguments.windows:
+        rows = windowed(131072, arguments.devices)
+    elif arguments.llama:
+        rows = llama(arguments.llama, arguments.nodes, arguments.devices, arguments.only)
+    else:
+        rows = (
             row(length, arguments.devices, recipe, way)
             for length in (16384, 65536, 131072)
             for recipe in ("context", None)
             for way in WAYS
         )
-    )
     if arguments.json:
         print(json.dumps(list(rows)))
         return

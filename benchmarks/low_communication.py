@@ -2,13 +2,15 @@
 
 Four Gloo processes are two workers of two devices, in a network namespace each, and the link between the namespaces
 carries so many Mbit/s (root and iproute2 needed; skipped without). A language model is trained synchronously (hsdp:
-gradients go across the link in every step), with DiLoCo and streaming DiLoCo of 50 local steps, with compressed
-gradients, and without any exchange; they take turns, and the fastest round of each counts. Bytes are those that the
-interface of the first namespace has sent; what `CompressedGradients.predicted` says is beside them.
+gradients go across the link in every step), with parameters sharded over all devices (fsdp), whole and in few bits,
+with DiLoCo and streaming DiLoCo of 50 local steps, with compressed gradients, and without any exchange; they take
+turns, and the fastest round of each counts. Bytes are those that the interface of the first namespace has sent; what
+`CompressedGradients.predicted`, or the plan, says is beside them.
 
-With ``--loss``, in one process: the loss of a tiny language model over the bytes of this repository's text, against the
-tokens it has seen, synchronously, with four workers that train apart, and with four that compress their gradients, for
-three seeds; and what a worker sends in all, by the closed forms.
+With ``--loss``, in one process: the loss of a tiny language model over the bytes of this repository's text, against
+the tokens it has seen, synchronously, with four workers that train apart, with four that compress their gradients, and
+with four devices that quantize what they gather and reduce, for three seeds; and what each sends in all, by the closed
+forms.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import shutil
 import statistics
@@ -43,6 +46,11 @@ COMPRESSED: dict[str, dict[str, Any]] = {
     "top-k, 1%": {"method": "topk", "share": 0.01},
     "1-bit Adam": {"method": "onebit", "freeze": 2},
 }
+QUANTIZED: dict[str, dict[str, int]] = {
+    "fsdp": {},
+    "fsdp, weights in 8 bits": {"weights": 8},
+    "fsdp, 8 and 4 bits": {"weights": 8, "gradients": 4},
+}
 WORDS, WIDTH, BLOCKS, LENGTH, ROWS = 256, 64, 4, 64, 32
 WORKERS, SEEDS, STEPS, LOSSES, ROUND = 4, 3, 300, 100, 20
 EXCHANGING: dict[str, float] = {}
@@ -59,6 +67,8 @@ CURVES: dict[str, dict[str, Any] | None] = {
     "streaming, 4 bits": {"every": ROUND, "fragments": 4, "delay": 2, "mix": 0.5, "bits": 4},
     **COMPRESSED,
     "1-bit Adam": {"method": "onebit", "freeze": 60},
+    **{name: bits for name, bits in QUANTIZED.items() if bits},
+    "fsdp, 4 and 4 bits": {"weights": 4, "gradients": 4},
 }
 
 
@@ -76,7 +86,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}
     if options.work:
-        work(Path(options.work), options.rounds, options.only or [SYNCHRONOUS, ALONE, *APART, *COMPRESSED])
+        every = [SYNCHRONOUS, ALONE, *QUANTIZED, *APART, *COMPRESSED]
+        work(Path(options.work), options.rounds, options.only or every)
         return
     if options.loss:
         curves = losses(options.only or list(CURVES), options.steps, options.seeds)
@@ -105,7 +116,7 @@ def work(folder: Path, rounds: int, names: list[str]) -> None:
         exchanging: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(-1, rounds):  # the first warms
             for name, step in runs.items():
-                count = 10 if name == SYNCHRONOUS or name in COMPRESSED else EVERY
+                count = 10 if name == SYNCHRONOUS or name in (*COMPRESSED, *QUANTIZED) else EVERY
                 count = count if turn >= 0 else 2
                 dist.barrier()
                 before, earlier, start = bytes_sent(), EXCHANGING.get(name, 0.0), time.perf_counter()
@@ -134,6 +145,9 @@ def trainer(mesh: Any, name: str) -> Callable[[], None]:
     role = "compressed" if name in COMPRESSED else "local"
     apart = autopar.Search(roles={outer: role, inner: "shard"}, inexact=(role,))
     search = autopar.Search(recipe="hsdp") if name == SYNCHRONOUS else apart
+    if name in QUANTIZED:
+        bits = {outer: QUANTIZED[name]} if QUANTIZED[name] else {}
+        search = autopar.Search(recipe="fsdp", quantized=bits, inexact=("quantized",))
     model = autopar.parallelize(language_model(0), mesh, batch_of(0), search=search)
     optimizer = optimizer_of(name, model.parameters(), 1e-3)
     compressed = autopar.CompressedGradients(model, optimizer, **COMPRESSED[name]) if name in COMPRESSED else None
@@ -156,6 +170,8 @@ def trainer(mesh: Any, name: str) -> Callable[[], None]:
         if compressed is not None:
             # Of both devices of the worker, of whose shards the second's are as large.
             PREDICTED[name] = 2 * compressed.predicted.sent_bytes
+        if name in QUANTIZED:
+            PREDICTED[name] = 2 * model.plan.predicted.communication_bytes[outer]
 
     return step
 
@@ -257,6 +273,8 @@ def curve(name: str, seed: int, steps: int) -> list[tuple[int, float]]:
     from autopar.module.low_communication.emulate import EmulatedWorkers
 
     settings, rows = CURVES[name], 8
+    if settings and settings.keys() <= {"weights", "gradients"}:
+        return quantized_curve(settings, seed, steps, rows)
     count = WORKERS if settings else 1
     first = language_model(seed, 64, 2)
     models = [copy.deepcopy(first) for _ in range(count)]
@@ -283,6 +301,61 @@ def curve(name: str, seed: int, steps: int) -> list[tuple[int, float]]:
     return points
 
 
+def quantized_curve(bits: dict[str, int], seed: int, steps: int, rows: int) -> list[tuple[int, float]]:
+    """The same of a model that is sharded over as many devices, whose messages are in few bits."""
+    import torch
+
+    from autopar.ir.quantized.operators import from_blocks, sum_from_blocks, to_blocks
+
+    model = language_model(seed, 64, 2)
+    computing, optimizer = copy.deepcopy(model), optimizer_of("", model.parameters(), 3e-3)
+    held_out = batch_of(0, 128, seed, validation=True)
+    pairs = list(zip(model.parameters(), computing.parameters(), strict=True))
+    # Shards are blocks of the first dim; what does not become smaller is sent whole.
+    sent = {
+        what: [n and is_smaller(p.numel() // WORKERS, n) for p, _ in pairs]
+        for what, n in (("weights", bits.get("weights", 0)), ("gradients", bits.get("gradients", 0)))
+    }
+
+    def gather() -> None:
+        with torch.no_grad():
+            for (whole, own), few in zip(pairs, sent["weights"], strict=True):
+                count = whole.numel() // WORKERS
+                arrived = to_blocks(whole, WORKERS, bits["weights"]) if few else None
+                numbers = whole if arrived is None else from_blocks(arrived, count, bits["weights"], whole.dtype)
+                own.copy_(numbers.view_as(own))
+
+    points = []
+    for step in range(steps):
+        batch = batch_of(step, WORKERS * rows, seed)
+        gather()
+        terms: list[list[torch.Tensor]] = []
+        for i in range(WORKERS):
+            computing.zero_grad()
+            (computing(**{k: v[i * rows : (i + 1) * rows] for k, v in batch.items()}) / WORKERS).backward()
+            terms.append([own.grad.clone() for _, own in pairs])
+        for (whole, _), few, *own in zip(pairs, sent["gradients"], *terms, strict=True):
+            n, count = bits.get("gradients", 0), whole.numel() // WORKERS
+            whole.grad = torch.stack(own).sum(0)
+            if few:
+                payloads = torch.stack([to_blocks(t, WORKERS, n) for t in own], 1)
+                summed = [sum_from_blocks(each, count, n, whole.dtype) for each in payloads]
+                whole.grad = torch.cat(summed).view_as(whole)
+        optimizer.step()
+        if (step + 1) % LOSSES == 0:
+            gather()
+            with torch.no_grad():
+                points.append(((step + 1) * WORKERS * rows * LENGTH, float(computing(**held_out))))
+    return points
+
+
+def is_smaller(count: int, bits: int) -> bool:
+    """Whether so many float32 numbers take fewer bytes in so many bits."""
+    from autopar.costs.outer_exchange import quantized_bytes
+
+    return quantized_bytes(count, bits) < 4 * count
+
+
 def bytes_of(name: str, steps: int) -> float:
     """That each of the four workers sends in the whole run, by the closed forms."""
     from autopar.costs.cluster import Link
@@ -292,6 +365,9 @@ def bytes_of(name: str, steps: int) -> float:
 
     shapes = [tuple(p.shape) for p in language_model(0, 64, 2).parameters()]
     link, given = Link("any", bandwidth=1.0, latency=1.0), CURVES[name] or {}
+    if given and given.keys() <= {"weights", "gradients"}:
+        moves = [(kind, WORKERS * size) for kind, size in quantized_moves(shapes, given)]
+        return steps * exchange_cost(moves, WORKERS, link).sent_bytes
     if given and "method" not in given:
         elements = sum(p.numel() for p in language_model(0, 64, 2).parameters())
         return steps // ROUND * sent_bytes(elements, 4, WORKERS, given.get("bits"))
@@ -301,6 +377,18 @@ def bytes_of(name: str, steps: int) -> float:
     if settings is not None:
         kinds = compressed_collectives(settings.method, shapes, 4, WORKERS, settings.how_much)
         found += (steps - plain) * exchange_cost(kinds, WORKERS, link).sent_bytes
+    return found
+
+
+def quantized_moves(shapes: list[tuple[int, ...]], bits: dict[str, int]) -> list[tuple[str, int]]:
+    """What a shard of each parameter takes on the wire in a step, gathered and reduced."""
+    from autopar.costs.outer_exchange import quantized_bytes
+
+    found = []
+    for what, kind in (("weights", "all_gather"), ("gradients", "all_to_all")):
+        for count in (math.prod(shape) // WORKERS for shape in shapes):
+            few = what in bits and is_smaller(count, bits[what])
+            found.append((kind, quantized_bytes(count, bits[what]) if few else 4 * count))
     return found
 
 

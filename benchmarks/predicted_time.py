@@ -62,6 +62,9 @@ def measure(
         work: what each process does in that folder, for so many rounds; the first writes ``rows.json``.
         table: of these rows.
     """
+    parser.add_argument(
+        "--delay", type=float, default=0.0, metavar="MS", help="of the link between pairs, there and back"
+    )
     parser.add_argument("--cluster", type=Path, metavar="FILE.toml", help="calibrated before; default: calibrate")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default: 7)")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds for each part")
@@ -76,7 +79,7 @@ def measure(
     if megabits and (os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc"))):
         print("skipped: a slow link needs root and iproute2 (ip, tc)")
         return
-    with tempfile.TemporaryDirectory() as folder, shaped(megabits) as prefixes:
+    with tempfile.TemporaryDirectory() as folder, shaped(megabits, options.delay) as prefixes:
         own = Path(folder)
         cluster = options.cluster or own / "machine.toml"
         if options.cluster is None:
@@ -90,8 +93,13 @@ def measure(
 
 
 @contextlib.contextmanager
-def shaped(megabits: float | None) -> Iterator[list[list[str]]]:
-    """What each process's command begins with; with ``megabits``, two namespaces and a link that carries so much."""
+def shaped(megabits: float | None, delay: float = 0.0) -> Iterator[list[list[str]]]:
+    """What each process's command begins with; with ``megabits``, two namespaces and a link that carries so much.
+
+    Args:
+        megabits: per second, in each direction; None for no such link.
+        delay: milliseconds that a message and its answer take longer.
+    """
     if megabits is None:
         yield [[]] * WORLD
         return
@@ -103,32 +111,32 @@ def shaped(megabits: float | None) -> Iterator[list[list[str]]]:
     remove = [["ip", "netns", "del", name] for name in SPACES]
     for command in remove:  # of a run that was killed
         subprocess.run(command, check=False, capture_output=True)
+    relay: subprocess.Popen[str] | None = None
     try:
         for name in SPACES:
             ip("ip", "netns", "add", name)
-        ip(
-            "ip",
-            "link",
-            "add",
-            "veth0",
-            "netns",
-            SPACES[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "veth1",
-            "netns",
-            SPACES[1],
-        )
+        if delay:
+            # Half in each direction.
+            command = [sys.executable, str(ROOT / "benchmarks" / "delayed_link.py"), *SPACES, str(delay / 2e3)]
+            relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert relay.stdout is not None
+            if relay.stdout.readline() != "ready\n":
+                raise RuntimeError("no delayed link: is there /dev/net/tun?")
+        else:
+            near, far = (["netns", name] for name in SPACES)
+            ip("ip", "link", "add", "veth0", *near, "type", "veth", "peer", "name", "veth1", *far)
         for i, (within, address) in enumerate(zip(inside, ADDRESSES, strict=True)):
             ip(*within, "ip", "address", "add", f"{address}/24", "dev", f"veth{i}")
-            for device in ("lo", f"veth{i}"):
-                ip(*within, "ip", "link", "set", device, "up")
-            rate = ["rate", f"{megabits:g}mbit", "burst", "64kb", "latency", "200ms"]
+            largest = ["mtu", "65500"] if delay else []
+            ip(*within, "ip", "link", "set", f"veth{i}", *largest, "up")
+            ip(*within, "ip", "link", "set", "lo", "up")
+            rate = ["rate", f"{megabits:g}mbit", "burst", "128kb" if delay else "64kb", "latency", "200ms"]
             ip(*within, "tc", "qdisc", "add", "dev", f"veth{i}", "root", "tbf", *rate)
         yield [inside[0], inside[0], inside[1], inside[1]]
     finally:
+        if relay is not None:
+            relay.kill()
+            relay.wait()
         for command in remove:
             subprocess.run(command, check=False, capture_output=True)
 

@@ -18,6 +18,8 @@ from autopar.passes.collectives.bucket_collectives import bucket_collectives
 from autopar.passes.collectives.chunk_collectives import chunk_collectives
 from autopar.passes.collectives.overlap_collectives import overlap_collectives
 from autopar.passes.collectives.reduce_in_place import reduce_in_place
+from autopar.passes.collectives.send_whole_numbers import send_whole_numbers
+from autopar.passes.copy_for_backward import copy_for_backward
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.hoist_invariants import hoist_invariants
 from autopar.passes.insert_collectives import insert_collectives
@@ -43,6 +45,7 @@ Pass = Callable[[Program, Plan], Program]
 # change them.
 PASSES: tuple[Pass, ...] = (
     pad_dims,
+    copy_for_backward,
     annotate_layouts,
     insert_recompute,
     hoist_invariants,
@@ -65,6 +68,7 @@ PASSES: tuple[Pass, ...] = (
 
 DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     pad_dims,
+    copy_for_backward,
     annotate_layouts,
     insert_recompute,
     hoist_invariants,
@@ -88,10 +92,27 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
 """Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
 
 
+_WHOLE: tuple[Pass, ...] = (pad_dims, copy_for_backward)
+"""Passes that make another program, of which layouts are planned."""
+
+
+def as_planned(program: Program, plan: Plan) -> Program:
+    """The program that a plan has layouts of: of one microbatch, padded, with copies for the backward pass."""
+    for step in _WHOLE:
+        program = step(program, plan)
+    return program
+
+
 def with_any_strides(passes: Sequence[Pass]) -> tuple[Pass, ...]:
     """The passes for a graph whose operators are made to give what strides one likes: nothing is known of them."""
     instead: dict[Pass, Pass] = {insert_contiguous: insert_contiguous_everywhere}
     return tuple(instead.get(p, p) for p in passes if p not in (merge_views, reduce_in_place))
+
+
+def with_whole_numbers(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes for a graph that sends whole numbers where the plan sends them in few bits, see the pass."""
+    # As soon as messages are there: what follows depends on their sizes.
+    return tuple(p for each in passes for p in ([each, send_whole_numbers] if each is insert_collectives else [each]))
 
 
 def run_passes(program: Program, plan: Plan, passes: Sequence[Pass], *, verified: bool = True) -> Program:
@@ -115,8 +136,8 @@ def run_passes(program: Program, plan: Plan, passes: Sequence[Pass], *, verified
     for step in passes:
         try:
             made = step(program, plan)
-            # A new value, of which nothing is known: all but `pad_dims` change the graph in place.
-            program = made if step is pad_dims else replace(made)
+            # A new value, of which nothing is known: all others change the graph in place.
+            program = made if step in _WHOLE else replace(made)
             if verified:
                 check(program, plan)
         except (AssertionError, RuntimeError, ValueError, TypeError) as e:

@@ -39,14 +39,14 @@ def localize_shapes(program: Program, plan: Plan) -> Program:
 
 def _note_open_sizes(graph: fx.Graph) -> None:
     """Say of each node whether its tensor has a size that only the data give, and the propagated one is a guess."""
-    if not any(n.target is exchange.exchange_rows for n in graph.nodes):
+    if not any(n.target in exchange.HOST_WAITS for n in graph.nodes):
         return
     for node in graph.nodes:
         layouts = [layout for layout in info(node).layouts if layout is not None]
         if layouts:
             size = any(isinstance(p, ByExpert) for layout in layouts for p in layout)
         else:  # between a layout and the next one
-            made = node.target in (exchange.exchange_rows, exchange.arrivals)
+            made = node.target in (exchange.exchange_rows, exchange.arrivals, exchange.own_rows)
             size = made or any(info(a).open_size for a in node.all_input_nodes)
         set_info(node, replace(info(node), open_size=size))
 

@@ -6,12 +6,15 @@ free, since what is kept is an argument of our operator; kernels that draw thems
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from autopar.ir.ops import attention as ours
 from autopar.ir.ops import balanced_attention as in_blocks
+from autopar.ir.ops.sequence import masked_attention as masked
+from autopar.ir.ops.sequence import masked_parts as in_parts
 from autopar.ir.ops.sequence import ring_attention as in_a_ring
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Lowering, Rule, Spec, dims, rule
 
@@ -162,7 +165,7 @@ def no_ring(queries: int, keys: int, bias: Any, kept: Any, causal: bool) -> str 
     if kept is not None:
         return "it has dropout"
     if bias is not None:
-        return "it has a mask that is not causal"
+        return "it has a mask whose function is not known"
     if causal and queries != keys:
         return f"its mask is causal, of {queries} queries and {keys} keys"
     return None
@@ -263,6 +266,57 @@ def attention_backward(
         flops=_flops(query, key, value, 5.0, is_causal),
         between=_formula(query, key, kept, BACKWARD_PASSES),
         strides=(LAST, *HEADS_LAST, *[ANY] * len(masks), LAST) if kept is None else ANY,
+    )
+
+
+def _by_function(
+    query: Spec, key: Spec, value: Spec, leaves: Sequence[Spec], mask: tuple[Any, ...], products: float,
+    lower: tuple[Any, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """What forward and backward under a mask's function have in common; ``lower``: of queries, and with keys."""
+    formula, added, before, after, _, _, positions, _ = mask
+    (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
+    scores = masked.pairs(q, k, before, after, positions)
+    # Of a mask's rows each call of the formula writes a number and reads one or two.
+    rows = max((math.prod(t.shape[:2]) for t in leaves), default=1)
+    calls = 3 + formula.count("[")
+    split = in_parts.is_windowed(before, after, q, k)
+    # Sums of blocks cannot tell a row that is hidden by large numbers from one that is hidden.
+    ring = {} if added else {"qk": Lowering(lower[1], axes=1)}
+    return {
+        "blocked": _blocked(0.0, False),
+        "lower": {**({"q": Lowering(lower[0])} if split else {}), **ring},
+        "sizes": _sizes(query, key),
+        "flops": products * b * h * scores * (d + e),
+        "between": 8.0 * calls * rows * scores if formula or split else 0.0,
+        "padded": None,
+    }
+
+
+@rule(masked.attention_masked)
+def attention_masked(query: Spec, key: Spec, value: Spec, leaves: Sequence[Spec], *mask: Any) -> Rule:
+    """Attention under a mask that is given by its function."""
+    lower = (in_parts.of_some_queries, in_parts.attend)
+    return Rule(
+        f"{','.join([BHQD, BHKD, BHKE, *map(_mask, leaves)])}->{BHQE},b(hg)q",
+        strides=HEADS_LAST,
+        **_by_function(query, key, value, leaves, mask, 2.0, lower),
+    )
+
+
+@rule(masked.attention_masked_backward)
+def attention_masked_backward(
+    grad: Spec, query: Spec, key: Spec, value: Spec, leaves: Sequence[Spec], out: Spec, logsumexp: Spec, *mask: Any
+) -> Rule:
+    """Its gradients."""
+    lower = (in_parts.gradients_of_some_queries, in_parts.gradients)
+    inputs = [BHQE, BHQD, BHKD, BHKE, *map(_mask, leaves), BHQE, "b(hg)q"]
+    return Rule(
+        f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE}",
+        reduce="bhgq",
+        linear=((0,),),
+        strides=(LAST, *HEADS_LAST, *[ANY] * len(leaves), LAST),
+        **_by_function(query, key, value, leaves, mask, 5.0, lower),
     )
 
 

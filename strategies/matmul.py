@@ -1,11 +1,13 @@
 """Matrix products (``addmm`` and ``baddbmm`` are decomposed before rules are asked)."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from autopar.ir.ops import routing
-from autopar.rules.rule import MATRIX, ROW_MAJOR, Rule, Spec, letters, rule
+from autopar.ir.ops import float8, routing
+from autopar.rules.rule import MATRIX, ROW_MAJOR, Lowering, Padding, Rule, Spec, letters, rule
 
 aten = torch.ops.aten
 
@@ -82,15 +84,22 @@ def route(tokens: Spec, order: Spec, k: int) -> Rule:
     """Rows of tokens."""
     rest = letters(tokens.ndim - 1, 2)
     pairs = "a" if k == 1 else "(ab)"
-    return Rule(f"a{rest},{pairs}->{pairs}{rest}", linear=((0,),), blocked="b", routed="a", sizes={"b": k})
+    return Rule(
+        f"a{rest},{pairs}->{pairs}{rest}", linear=((0,),), blocked="b", routed="a", sizes={"b": k}, positions=(1,)
+    )
 
 
 @rule(routing.collect)
-def collect(rows: Spec, order: Spec, k: int) -> Rule:
-    """Tokens of rows."""
+def collect(rows: Spec, order: Spec, k: int, count: int) -> Rule:
+    """Tokens of rows; a device that has some of the rows only has terms of all tokens."""
     rest = letters(rows.ndim - 1, 2)
     pairs = "a" if k == 1 else "(ab)"
-    return Rule(f"{pairs}{rest},{pairs}->a{rest}", linear=((0,),), blocked="b", routed="a", sizes={"b": k})
+    # Rows are put in the order of tokens, and added up from there.
+    between = 2.0 * math.prod(rows.shape) * rows.dtype.itemsize if k > 1 and rows.dtype is not None else 0.0
+    return Rule(
+        f"{pairs}{rest},{pairs}->a{rest}", linear=((0,),), blocked="b", routed="a", sizes={"b": k}, scaled={3: "a"},
+        between=between, positions=(1,),
+    )  # fmt: skip
 
 
 @rule(routing.group_ends)
@@ -138,4 +147,70 @@ def torch_grouped_mm(
     return Rule(
         f"{inputs}->{result}", reduce="k", blocked="e" if ends else "", linear=((0,), (1,)), flops=flops,
         strides=(MATRIX, MATRIX, *[ROW_MAJOR] * (ends is not None)), counts={ragged: (2,)} if ragged else {},
+    )  # fmt: skip
+
+
+SCALED = Lowering(lambda context, x, dims, format: context.all_reduce(float8.scale(x, dims, format), "max"))
+"""The scale of a whole tensor is the largest of its parts'."""
+
+
+@rule(float8.scale)
+def float8_scale(x: Spec, dims: Sequence[int], format: str) -> Rule:
+    """Scales along some dims: a maximum over the devices that share such a dim."""
+    among = "".join("mk"[d] for d in dims)
+    kept = "".join("1" if c in among else c for c in "mk")
+    # Zeros change no maximum.
+    padded = dict.fromkeys(among, Padding((0.0,)))
+    return Rule(f"mk->{kept}", keep=among, lower=dict.fromkeys(among, SCALED), padded=padded)
+
+
+@rule(float8.quantize)
+def float8_quantize(x: Spec, scale: Spec, format: str) -> Rule:
+    """Values over their scale, rounded."""
+    shared = "".join(c if n != 1 else "1" for c, n in zip("mk", scale.shape, strict=True))
+    # A zero is the byte zero, whatever its scale is; but a scale in the padding may be no number.
+    return Rule(f"mk,{shared}->mk", padded={c: Padding((0.0,), 0.0) for c in "mk" if c not in shared})
+
+
+@rule(float8.product)
+def float8_product(
+    a: Spec, b: Spec, scale_a: Spec, scale_b: Spec, format_a: str, format_b: str, dtype: torch.dtype
+) -> Rule:
+    """Matrix times transposed matrix, of float8 values."""
+    (m, k), n = a.shape, b.shape[0]
+    rows, columns = ("1" if s.shape[0] == 1 else c for s, c in ((scale_a, "m"), (scale_b, "n")))
+    padded = {"k": Padding((0.0, 0.0)), "m": Padding((0.0,), 0.0), "n": Padding((None, 0.0), 0.0)}
+    return Rule(
+        f"mk,nk,{rows}1,{columns}1->mn", reduce="k", flops=2.0 * m * k * n, rate="float8",
+        padded={c: content for c, content in padded.items() if c not in (rows, columns)},
+        # Both operands with what is summed over in the last dim.
+        strides=(ROW_MAJOR, ROW_MAJOR),
+    )  # fmt: skip
+
+
+BLOCKS = {"b": float8.BLOCK}
+"""Numbers that share a scale stay together; whole blocks ``k`` may be apart."""
+
+
+@rule(float8.block_scale)
+def mxfp8_scale(x: Spec, format: str) -> Rule:
+    """A scale of each block."""
+    return Rule("m(kb)->mk", blocked="b", sizes=BLOCKS)
+
+
+@rule(float8.block_quantize)
+def mxfp8_quantize(x: Spec, scale: Spec, format: str) -> Rule:
+    """Values over the scale of their block, rounded."""
+    return Rule("m(kb),mk->m(kb)", blocked="b", sizes=BLOCKS)
+
+
+@rule(float8.block_product)
+def mxfp8_product(
+    a: Spec, b: Spec, scale_a: Spec, scale_b: Spec, format_a: str, format_b: str, dtype: torch.dtype
+) -> Rule:
+    """Matrix times transposed matrix, of values with the scales of their blocks."""
+    (m, k), n = a.shape, b.shape[0]
+    return Rule(
+        "m(kb),n(kb),mk,nk->mn", reduce="kb", blocked="b", flops=2.0 * m * k * n, rate="mxfp8", sizes=BLOCKS,
+        strides=(ROW_MAJOR, ROW_MAJOR),
     )  # fmt: skip

@@ -84,7 +84,9 @@ OF_SEARCH: dict[str, list[Any]] = {
     "time_limit": NO_NUMBER, "gap": [INF, *NO_NUMBER], "pins": [None, *NO_DICT], "roles": [None, {"a": "x"}, *NO_DICT],
     "recipe": ["fastest", *NOT_TEXT], "seed": NO_WHOLE, "tie_layers": [None, *NO_FLAG], "padding": [None, *NO_FLAG],
     "check": [None, *NO_FLAG], "cache": [None, *NO_FLAG],
+    "imbalance": [None, 0.5, math.inf, True, "1.3", [1], [1, -1], [0, 0], [1, "x"], (Awkward(), 1), {0: 1}],
     "inexact": [None, 1, "local", ["x"], (1,), (Awkward(),), {"local": 1}],
+    "quantized": [None, {"a": 8}, {"a": {}}, {"a": {"weights": 7}}, {"a": {"bits": 8}}, {"a": Awkward()}, *NO_DICT],
 }  # fmt: skip
 OF_SETTINGS: dict[str, list[Any]] = {
     "every": [0, None, "auto", *NO_WHOLE], "outer_lr": [0, INF, *NO_NUMBER], "outer_momentum": [1, 2, INF, *NO_NUMBER],
@@ -98,7 +100,8 @@ OF_COMPRESSION: dict[str, list[Any]] = {
 OF_PINS: dict[str, list[Any]] = {
     "recompute": ["all", 1, None, []], "offload": ["all", 1, True], "overlap": ["all", 1, None],
     "microbatches": [0, -1, 1.5, True, "2", NAN, [], None], "stages": [0, -1, 1.5, True, "2", [], [1], [""], None],
-    "w": [5, "T(0)", "S", "S(x)", "P(sum)", {"a": 5}, ("S(0)", "Q"), NAN],
+    "secondary": [0, True, None, "", [], {}, [1], [""]],
+    "w": [5, "Z(0)", "S", "S(x)", "P(sum)", {"a": 5}, ("S(0)", "Q"), NAN],
 }  # fmt: skip
 OF_STAGES: dict[str, list[Any]] = {
     "virtual": [0, -1, 1.5, True, "2", None], "stage_axis": NOT_TEXT, "schedule": ["1f2b", 7, [], [7], [["0F0", 7]], None],
@@ -113,6 +116,7 @@ OF_LINK: dict[str, list[Any]] = {
     "name": [1, "", "a\nb", None], "bandwidth": [0, INF, *NO_NUMBER], "latency": [0, INF, *NO_NUMBER],
     "algorithms": ["ring", (), ("bruck",), 1, None, (1,)], "copies": [INF, *NO_NUMBER], "contention": [INF, *NO_NUMBER],
     "wait": [-1.0, INF, *NO_NUMBER], "occupies": [-0.1, 1.1, INF, *NO_NUMBER],
+    "factors": [1, None, "x", {"all_reduce": 0}, {"all_reduce": NAN}, {"bruck": 1.0}],
 }  # fmt: skip
 H100 = Cluster.preset("h100")
 OF_CLUSTER: dict[str, list[Any]] = {
@@ -134,7 +138,7 @@ OF_RULE: dict[str, list[Any]] = {
 }  # fmt: skip
 OF_PRECISION: dict[str, list[Any]] = {
     name: ["bf16", torch.int32, None, 1, [], NAN] for name in ("compute", "reduce", "master")
-}
+} | {"linear": ["fp8", torch.float8_e4m3fn, 1, [], NAN, True]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +184,8 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
         ("Cluster.resolve", lambda cluster: Cluster.resolve(cluster), {}, {"cluster": [None, *NO_PATH]}),
         ("Cluster.link_for", H100.link_for, {}, {"axis_sizes": [1, "a", None, [("a", 2)]]}),
         ("Precision", Precision, {}, OF_PRECISION),
+        ("Float8", autopar.Float8, {}, {
+            "scaling": ["rows", "", None, 1, [], b"rowwise"], "exclude": [None, "head", ["head"], ("",), (1,), {"head"}]}),
         ("Plan.save", plan.save, {}, {"path": [None, *NO_PATH]}),
         ("Plan.load", Plan.load, {}, {"path": [None, *NO_PATH]}),
         ("Plan.check", plan.check, given, {
@@ -194,6 +200,10 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
         ("checkpoint.save", checkpoint.save, {"folder": "x", "model": module}, save),
         ("checkpoint.load", checkpoint.load, {"folder": "x", "model": module}, {
             **state, "folder": [None, *NO_PATH], "sampler": [1, None, {}]}),
+        ("elastic", autopar.elastic, {"model": module}, {
+            **state, "folder": NO_PATH, "save_every": [0, None, *NO_WHOLE], "keep": [0, None, *NO_WHOLE],
+            "every": [0, None, *NO_WHOLE], "copies": [None, *NO_WHOLE], "ahead": [None, *NO_WHOLE],
+            "sampler": [1, None, {}, Awkward()]}),
         ("checkpoint.torch_save", checkpoint.torch_save, {"checkpoint": {}, "path": "x", "model": module}, {
             "path": [None, *NO_PATH], "model": NO_MODEL}),
         ("checkpoint.export_safetensors", checkpoint.export_safetensors, {"folder": "x", "model": module}, {

@@ -53,6 +53,7 @@ def commands(block: Block) -> list[list[str]]:
 def run_page(path: Path, folder: Path) -> int:
     """Run a page's blocks in the folder, in order; returns how many ran."""
     names: dict[str, Any] = {"__name__": path.stem}
+    cached = {"AUTOPAR_CACHE": str(folder / "plans")}  # as a user has it: a page plans the same model many times
     count = 0
     for block in blocks(path.read_text(encoding="utf-8")):
         if block.language == "python":
@@ -65,7 +66,7 @@ def run_page(path: Path, folder: Path) -> int:
                 count += 1
         elif block.language == "sh" and NO_RUN not in block.words:
             for arguments in commands(block):
-                result = CliRunner().invoke(cli.app, arguments)
+                result = CliRunner().invoke(cli.app, arguments, env=cached)
                 assert result.exit_code == 0, f"{path.name}: autopar {shlex.join(arguments)}\n{result.output}"
                 count += 1
     return count

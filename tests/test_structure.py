@@ -3,7 +3,8 @@
 import ast
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -175,74 +176,86 @@ def stray_imports(imported: set[str], allowed: tuple[str, ...]) -> list[str]:
     )
 
 
+@cache
 def parse(path: Path) -> tuple[ast.Module, str, set[str]]:
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=str(path))
     name = module_name(path)
     return tree, name, imported_modules(tree, name, path.name == "__init__.py")
 
 
-def by_path(path: Path) -> str:
-    return path.as_posix()
+def faults(check: Callable[[Path], list[str]], *folders: str) -> dict[str, list[str]]:
+    """What a check says of each file under these folders; of all in one test, since a test takes longer than a file."""
+    return {path.as_posix(): found for path in sources(*folders) if (found := check(path))}
 
 
-@pytest.mark.parametrize("path", sources("autopar", "passes", "strategies"), ids=by_path)
-def test_dependencies_point_one_way(path: Path) -> None:
-    _, module, imported = parse(path)
-    assert unit(module) in LAYER, f"{path} has no layer: add {unit(module)!r} to LAYERS in {Path(__file__).name}"
-    assert direction_errors(module, imported) == []
+def test_dependencies_point_one_way() -> None:
+    def check(path: Path) -> list[str]:
+        _, module, imported = parse(path)
+        if unit(module) not in LAYER:
+            return [f"it has no layer: add {unit(module)!r} to LAYERS in {Path(__file__).name}"]
+        return direction_errors(module, imported)
+
+    assert faults(check, "autopar", "passes", "strategies") == {}
 
 
-@pytest.mark.parametrize("path", sources("autopar", "passes", "strategies"), ids=by_path)
-def test_planning_needs_no_process_group(path: Path) -> None:
-    _, module, imported = parse(path)
-    for owner, names in FORBIDDEN.items():
-        for forbidden in names if f"{module}.".startswith(f"{owner}.") else ():
-            bad = [name for name in imported if f"{name}.".startswith(f"{forbidden}.")]
-            assert not bad, f"{path} imports {bad}: {owner} must do without {forbidden}"
+def test_planning_needs_no_process_group() -> None:
+    def check(path: Path) -> list[str]:
+        _, module, imported = parse(path)
+        return [
+            f"it imports {name}: {owner} must do without {forbidden}"
+            for owner, names in FORBIDDEN.items()
+            for forbidden in (names if f"{module}.".startswith(f"{owner}.") else ())
+            for name in sorted(imported)
+            if f"{name}.".startswith(f"{forbidden}.")
+        ]
+
+    assert faults(check, "autopar", "passes", "strategies") == {}
 
 
-@pytest.mark.parametrize("path", sources("strategies"), ids=by_path)
-def test_strategies_import_only_the_rule_language(path: Path) -> None:
-    _, _, imported = parse(path)
-    own = ("autopar.strategies",) if path.name == "__init__.py" else ()
-    assert (
-        stray_imports(
-            imported,
-            (
-                "autopar.rules.rule",
-                "autopar.ir.layout",
-                "autopar.ir.ops.attention",
-                "autopar.ir.ops.balanced_attention",
-                "autopar.ir.ops.random",
-                "autopar.ir.ops.accumulate",
-                "autopar.ir.ops.cross_entropy",
-                "autopar.ir.ops.routing",
-                "autopar.ir.ops.sequence",
-                "torch",
-                *own,
-            ),
-        )
-        == []
-    )
+RULE_LANGUAGE = (
+    "autopar.rules.rule",
+    "autopar.ir.layout",
+    "autopar.ir.ops.attention",
+    "autopar.ir.ops.balanced_attention",
+    "autopar.ir.ops.random",
+    "autopar.ir.ops.accumulate",
+    "autopar.ir.ops.cross_entropy",
+    "autopar.ir.ops.float8",
+    "autopar.ir.ops.routing",
+    "autopar.ir.ops.sequence",
+    "torch",
+)
+"""What files in ``strategies/`` import."""
 
 
-@pytest.mark.parametrize("path", sources("passes"), ids=by_path)
-def test_a_pass_never_imports_another_pass(path: Path) -> None:
-    _, _, imported = parse(path)
-    others = [name for name in imported if name.startswith("autopar.passes")]
-    assert path.name == "__init__.py" or others == []
+def test_strategies_import_only_the_rule_language() -> None:
+    def check(path: Path) -> list[str]:
+        own = ("autopar.strategies",) if path.name == "__init__.py" else ()
+        return stray_imports(parse(path)[2], (*RULE_LANGUAGE, *own))
+
+    assert faults(check, "strategies") == {}
 
 
-@pytest.mark.parametrize("path", sources("autopar", "passes", "strategies", "benchmarks"), ids=by_path)
-def test_private_torch_is_used_in_one_place_only(path: Path) -> None:
-    tree, module, _ = parse(path)
-    assert module == "autopar._torch_compat" or private_torch_uses(tree) == []
+def test_a_pass_never_imports_another_pass() -> None:
+    def check(path: Path) -> list[str]:
+        others = [name for name in parse(path)[2] if name.startswith("autopar.passes")]
+        return [] if path.name == "__init__.py" else others
+
+    assert faults(check, "passes") == {}
 
 
-@pytest.mark.parametrize("path", sources("autopar", "passes", "strategies", "benchmarks", "tests"), ids=by_path)
-def test_what_passes_know_of_a_node_is_one_value(path: Path) -> None:
-    tree, _, _ = parse(path)
-    assert own_meta_keys(tree) == [], "add a field to autopar.ir.node_info.NodeInfo"
+def test_private_torch_is_used_in_one_place_only() -> None:
+    def check(path: Path) -> list[str]:
+        tree, module, _ = parse(path)
+        return [] if module == "autopar._torch_compat" else private_torch_uses(tree)
+
+    assert faults(check, "autopar", "passes", "strategies", "benchmarks") == {}
+
+
+def test_what_passes_know_of_a_node_is_one_value() -> None:
+    """Add a field to `autopar.ir.node_info.NodeInfo`."""
+    every = ("autopar", "passes", "strategies", "benchmarks", "tests")
+    assert faults(lambda path: own_meta_keys(parse(path)[0]), *every) == {}
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:

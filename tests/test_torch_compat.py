@@ -40,6 +40,7 @@ def test_every_name_has_a_contract() -> None:
         "below_autograd",
         "budget_partition",
         "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
+        "flex_attention_as",
         "forget_fake_results", "forget_source_with",
         "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interpreted",
         "interpreter_takes", "interpreting", "interrupt_gloo", "is_all_true", "is_boxed",
@@ -47,7 +48,7 @@ def test_every_name_has_a_contract() -> None:
         "masks_as_they_are", "new_fake_results", "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "recurrent_dropout", "redistributed",
         "reduce_found_inf_over_every_gradient",
-        "refuse_items_of_unreduced", "said_by_kernel", "selective_policy", "set_group_timeout",
+        "refuse_items_of_unreduced", "said_by_kernel", "scaled_mm", "selective_policy", "set_group_timeout",
         "spec_in",
         "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
         "traced_root",
@@ -740,3 +741,34 @@ def test_masks_as_they_are() -> None:
             False, False, True, False,
         ]  # fmt: skip
     assert torch.nn.modules.transformer._detect_is_causal_mask is detect and detect(causal)
+
+
+def test_flex_attention_as() -> None:
+    """Also where its name was imported to, and where it is compiled; its signature is torch's."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    calls: list[Any] = []
+    with compat.flex_attention_as(lambda *args, **kwargs: calls.append((args, kwargs))):
+        flex_attention("q", "k", "v", scale=2.0)  # type: ignore[call-overload]
+    assert calls == [(("q", "k", "v", None, None, 2.0, False, False, None), {"return_aux": None})]
+    q = torch.ones(1, 1, 4, 8)
+    assert torch.equal(flex_attention(q, q, q), q)
+
+
+@pytest.mark.parametrize(
+    # With scales of rows kernels of GPUs write bfloat16 alone.
+    ("rowwise", "dtype"), [(False, torch.bfloat16), (False, torch.float32), (True, torch.bfloat16)],
+)  # fmt: skip
+def test_scaled_mm(rowwise: bool, dtype: torch.dtype) -> None:
+    """On the CPU, which has it too: scales of both kinds, formats mixed; what our own product gives without it."""
+    from autopar.ir.ops.float8 import product, quantize, scale
+
+    a, b = (torch.randn(n, 48, generator=torch.Generator().manual_seed(n)) for n in (32, 16))
+    dims = [1] if rowwise else [0, 1]
+    scales = scale(a, dims, "e5m2"), scale(b, dims, "e4m3")
+    values = quantize(a, scales[0], "e5m2"), quantize(b, scales[1], "e4m3")
+    left, right = values[0].view(torch.float8_e5m2), values[1].view(torch.float8_e4m3fn)
+    found = compat.scaled_mm(left, right.t(), scales[0], scales[1].t(), dtype)
+    expected = product(*values, *scales, "e5m2", "e4m3", dtype)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)

@@ -61,6 +61,7 @@ def test_a_wheel_has_every_file(wheel: Path) -> None:
     assert wanted - set(zipfile.ZipFile(wheel).namelist()) == set()
 
 
+@pytest.mark.deep
 def test_a_wheel_plans_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     """In an environment that sees the libraries of this one, and not its editable installation."""
     venv.create(tmp_path / "env", with_pip=False)

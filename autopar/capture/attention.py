@@ -18,9 +18,7 @@ After::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 from unittest.mock import patch
@@ -47,10 +45,10 @@ from autopar.ir.ops.attention import scaled_dot_product
 aten = torch.ops.aten
 
 LARGEST = 2**28
-"""Elements of a mask that is computed to be looked at: a causal one of 16,384 tokens."""
+"""Elements of a mask that is computed to be looked at: a causal one of 16,384 tokens.
 
-LARGEST_IN_BANDS, BAND = 2**35, 2**25
-"""The same of a mask that is looked at by some of its rows at a time: of 185,000 tokens; and elements of these rows."""
+Of longer ones, and of all that depend on the batch, `autopar.passes.canonicalize.masks` finds the function.
+"""
 
 SMALL = 2**25
 """Elements of a tensor that is searched for dims along which it does not change."""
@@ -60,9 +58,6 @@ _ELEMENTWISE = (
     aten.detach.default, aten.__and__.Tensor, aten.__or__.Tensor,
 )  # fmt: skip
 """Elementwise operators that torch does not mark as such."""
-
-_FILLED = {aten.zeros.default: 0, aten.ones.default: 1, aten.full.default: None}
-"""Operators whose results are one number, and which."""
 
 _REPEATING: tuple[Any, ...] = (torch.Tensor.__getitem__, torch.Tensor.unsqueeze, torch.unsqueeze)
 _REPEATING += (torch.Tensor.repeat_interleave, torch.repeat_interleave)
@@ -222,7 +217,7 @@ def hidden(mask: torch.Tensor, queries: int, keys: int) -> str | None:
     if shown.all():
         return "none"
     # Only square ones: kernels align a causal mask of other shapes differently.
-    return "later" if queries == keys and _is_causal(shown, 0) else None
+    return "later" if queries == keys and torch.equal(shown, torch.ones_like(shown).tril_()) else None
 
 
 def _shown(mask: torch.Tensor) -> torch.Tensor | None:
@@ -232,14 +227,6 @@ def _shown(mask: torch.Tensor) -> torch.Tensor | None:
     if mask.dtype != torch.bool and not (shown | (mask <= _least(mask.dtype))).all():
         return None
     return shown
-
-
-def _is_causal(shown: torch.Tensor, first: int) -> bool:
-    """Whether rows from number ``first`` on show what a causal mask does."""
-    after = first + len(shown)
-    own = shown[:, first:after]
-    beside = bool(shown[:, :first].all()) and not shown[:, after:].any()
-    return beside and torch.equal(own, torch.ones(own.shape, dtype=torch.bool).tril_())
 
 
 def _least(dtype: torch.dtype) -> float:
@@ -281,19 +268,6 @@ def _is_whole(node: fx.Node) -> bool:
     return bool(node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape)
 
 
-_told: ContextVar[Callable[[str], None] | None] = ContextVar("told", default=None)
-
-
-@contextmanager
-def telling(progress: Callable[[str], None]) -> Iterator[None]:
-    """Whatever within takes long says so: to look at a mask of 131,072 tokens takes half a minute."""
-    token = _told.set(progress)
-    try:
-        yield
-    finally:
-        _told.reset(token)
-
-
 class _Known:
     """Values of a graph's nodes that no input has a part in.
 
@@ -309,69 +283,8 @@ class _Known:
         """What a mask is known to hide, see `hidden`."""
         if (mask, queries, keys) not in self._hides:
             value = self.value(mask)
-            found = self._hides_in_bands(mask, queries, keys) if value is None else hidden(value, queries, keys)
-            self._hides[mask, queries, keys] = found
+            self._hides[mask, queries, keys] = None if value is None else hidden(value, queries, keys)
         return self._hides[mask, queries, keys]
-
-    def _hides_in_bands(self, mask: fx.Node, queries: int, keys: int) -> str | None:
-        """The same of a mask that is too large to be made, some rows at a time."""
-        if not LARGEST < queries * keys <= LARGEST_IN_BANDS or tuple(mask.meta["val"].shape[-2:]) != (queries, keys):
-            return None
-        if (progress := _told.get()) is not None:
-            progress(f"looking at an attention mask of {queries:,} x {keys:,}")
-        kinds = {"none", "later"} if queries == keys else {"none"}
-        rows = max(1, BAND // keys)
-        for first in range(0, queries, rows):
-            size = min(rows, queries - first)
-            band = self._band(mask, first, size, queries, {})
-            if band is not None and band.shape[:-2].numel() > 1:  # one head and one sample, if all have the same
-                band = _narrowed(band)
-                band = _cut(band, [1 if d < -2 and _is_same(band, d) else n for d, n in _dims(band)])
-            if band is None or band.shape[:-2].numel() != 1:
-                return None
-            shown = _shown(band.expand(*band.shape[:-2], size, keys).reshape(size, keys))
-            if shown is None:
-                return None
-            if "none" in kinds and not shown.all():
-                kinds.remove("none")
-            if "later" in kinds and not _is_causal(shown, first):
-                kinds.remove("later")
-            if not kinds:
-                return None
-        # One is left: the first row tells them apart.
-        return kinds.pop()
-
-    def _band(
-        self, node: fx.Node, first: int, size: int, queries: int, made: dict[fx.Node, torch.Tensor | None]
-    ) -> torch.Tensor | None:
-        """Rows of a node's value, by those of what it is computed from; of one that does not change by row, one."""
-        value = self.value(node)
-        if value is not None:
-            by_row = value.ndim > 1 and value.shape[-2] == queries
-            return value.narrow(-2, first, size) if by_row else value
-        if node not in made:
-            made[node] = self._computed_band(node, first, size, queries, made)
-        return made[node]
-
-    def _computed_band(
-        self, node: fx.Node, first: int, size: int, queries: int, made: dict[fx.Node, torch.Tensor | None]
-    ) -> torch.Tensor | None:
-        target: Any = node.target
-        if not self._is_function(node):
-            return None
-        if target in _FILLED:
-            filled: Any = node.args[1] if target is aten.full.default else _FILLED[target]
-            return None if isinstance(filled, fx.Node) else torch.full((1, 1), filled, dtype=node.meta["val"].dtype)
-        parts = {a: self._band(a, first, size, queries, made) for a in node.all_input_nodes}
-        if any(p is None for p in parts.values()):
-            return None
-        # Whoever reads it broadcasts it.
-        if target is aten.expand.default:
-            return parts[node.all_input_nodes[0]]
-        if torch.Tag.pointwise not in target.tags and target not in _ELEMENTWISE:
-            return None
-        args, kwargs = map_nodes((node.args, node.kwargs), parts.__getitem__)
-        return _on_cpu(target, args, kwargs)
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """A node's value; None if it depends on an input, on chance or on memory, or if it is too large."""
@@ -432,11 +345,6 @@ def _on_cpu(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torc
     except RuntimeError:
         return None
     return result
-
-
-def _dims(value: torch.Tensor) -> list[tuple[int, int]]:
-    """Dims, counted from the last, which is -1, and their sizes."""
-    return [(d, value.shape[d]) for d in range(-value.ndim, 0)]
 
 
 def _is_same(value: torch.Tensor, d: int) -> bool:

@@ -8,6 +8,7 @@
 * Batch norm with ``momentum=None`` counts with a tensor, not with the number in it.
 * Copies of parameters are refused: they would be strangers.
 * `nn.Transformer` takes masks as they are, where it would look whether they are causal.
+* `flex_attention` is attention under the mask that its functions make, or its formula.
 * RMS norm is its parts, as on a CPU, where GPUs have one operator.
 * Results whose strides fake tensors get wrong get those of the kernels.
 * The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
@@ -40,6 +41,7 @@ from autopar._torch_compat import (
 from autopar.capture.drawing import DRAWING, drawn
 from autopar.capture.origins import user_frame
 from autopar.errors import CaptureError
+from autopar.ir.ops.sequence.flex_attention import by_parts
 from autopar.ir.signature import pytree
 from autopar.ir.signature.pytree import Leaf
 
@@ -142,7 +144,7 @@ class Intercepts(TorchFunctionMode):
         torch.cond = _cond
         BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
-            with without_ordered_effects(), masks_as_they_are(), _Checks(self.checked), self:
+            with without_ordered_effects(), masks_as_they_are(), by_parts(), _Checks(self.checked), self:
                 yield
         finally:
             torch.cond = cond

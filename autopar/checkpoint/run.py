@@ -29,6 +29,9 @@ from autopar.runtime.mesh import MeshContext
 MOST_BYTES = 2**30
 """Of a manifest."""
 
+RANDOM_CALLS = "random_calls"
+"""Name of the number of the model's calls that drew random numbers, in a manifest."""
+
 
 @dataclass
 class Saving:
@@ -127,26 +130,16 @@ def save(
     earlier = _last.pop(model._autopar, None)
     if earlier is not None:
         earlier.wait()
-    with model._autopar.together("checkpoint.save()"):
-        tensors, plain = taken_apart(tensors_of(model, optimizer), _tied(model))
-        outer = _outer_states(stateful)
-    for name, found in outer.items():
-        tensors |= {f"{STATEFUL}{name}.{key}": tensor for key, tensor in found["tensors"].items()}
+    tensors, describe = collected(model, optimizer, step, extra, stateful, "checkpoint.save()")
     random = generators.states()
-
-    def describe() -> str:
-        states = {name: _without_tensors(outer, name, given) for name, given in stateful.items()}
-        rest = {**plain, "stateful": states, "extra": extra}
-        return described(tensors, rest, step, math.prod(context.sizes), list(random))
-
-    manifest = context.together(describe, "checkpoint.save()")
+    manifest = context.together(lambda: describe(list(random)), "checkpoint.save()")
     tensors.update({f"random.{context.rank}.{name}": state for name, state in random.items()})
 
     # Of one name for all workers: by that they find the last which all of them have.
     name = context.everyone.decide(lambda: folders.new_name(step), "the name of a checkpoint")
     context.decide(lambda: folders.begin(root, name), "making the folder of a checkpoint")
     partial = root / f"{name}{folders.PARTIAL}"
-    written = start_writing(context, _group(model), tensors, partial, wait=wait)
+    written = start_writing(context, group_of_model(model), tensors, partial, wait=wait)
     published: Future[Path] = Future()
     if context.rank == 0:
         # When its part is done, so are those of the others: the library has asked them.
@@ -185,7 +178,72 @@ def load(
         earlier.wait()
     found, text = context.decide(_reading(Path(folder), model), "finding a checkpoint")
     known = Manifest.of(text, found / folders.MANIFEST)
-    with model._autopar.together("checkpoint.load()"):
+    same = known.world == math.prod(context.sizes)
+    own: dict[str, torch.Tensor] = {}
+    if same:
+        expected = generators.states()
+        own = {f"random.{context.rank}.{n}": torch.empty_like(expected[n]) for n in known.generators if n in expected}
+
+    def read(tensors: dict[str, torch.Tensor]) -> None:
+        read_into(context, group_of_model(model), {**tensors, **own}, found)
+
+    take_back(model, optimizer, stateful, known, read, "checkpoint.load()")
+    generators.restore({name.split(".", 2)[2]: state for name, state in own.items()})
+    return Loaded(found, known.step, known.values["extra"], same)
+
+
+def collected(
+    model: ParallelModule,
+    optimizer: torch.optim.Optimizer | None,
+    step: int,
+    extra: Any,
+    stateful: Mapping[str, Any],
+    what: str,
+) -> tuple[dict[str, torch.Tensor], Callable[[list[str]], str]]:
+    """What there is to save, but for random generators; every rank calls it.
+
+    Returns:
+        Tensors by name, and a function that gives the text of the manifest, for names of generators.
+    """
+    session = model._autopar
+    with session.together(what):
+        tensors, plain = taken_apart(tensors_of(model, optimizer), _tied(model))
+        outer = _outer_states(stateful)
+    for name, found in outer.items():
+        tensors |= {f"{STATEFUL}{name}.{key}": tensor for key, tensor in found["tensors"].items()}
+    kinds = dict(tensors)
+
+    def describe(random: list[str]) -> str:
+        states = {name: _without_tensors(outer, name, given) for name, given in stateful.items()}
+        rest = {**plain, "stateful": states, "extra": extra, RANDOM_CALLS: session.random_calls}
+        return described(kinds, rest, step, math.prod(session.context.sizes), random)
+
+    return tensors, describe
+
+
+def take_back(
+    model: ParallelModule,
+    optimizer: torch.optim.Optimizer | None,
+    stateful: Mapping[str, Any],
+    known: Manifest,
+    read: Callable[[dict[str, torch.Tensor]], None],
+    what: str,
+) -> None:
+    """Bring model, optimizer and other objects into a saved state, but for random generators; every rank calls it.
+
+    Args:
+        model: with the same names and shapes.
+        optimizer: of the same kind, or None.
+        stateful: other objects, by name.
+        known: what was saved.
+        read: fills tensors by their names.
+        what: the call, for messages.
+
+    Raises:
+        AutoparError: it is of another model or optimizer. Nothing has changed then.
+    """
+    session = model._autopar
+    with session.together(what):
         state = tensors_of(model, optimizer)
         tensors, _ = taken_apart(state, _tied(model))
         outer = _outer_states(stateful)
@@ -197,14 +255,9 @@ def load(
             stateful[name].require_settings(known.values["stateful"].get(name, {}))
         known.check(tensors, optimizer is not None, stateful)
 
-    context.together(check, "checkpoint.load()")
-    same = known.world == math.prod(context.sizes)
-    own: dict[str, torch.Tensor] = {}
-    if same:
-        expected = generators.states()
-        own = {f"random.{context.rank}.{n}": torch.empty_like(expected[n]) for n in known.generators if n in expected}
-    read_into(context, _group(model), {**tensors, **own}, found)
-    with model._autopar.together("checkpoint.load()"):
+    session.context.together(check, what)
+    read(tensors)
+    with session.together(what):
         take_over(model, optimizer, put_together(state, known.values, _tied(model)))
     for name, given in stateful.items():
         saved = known.values["stateful"][name]
@@ -212,8 +265,8 @@ def load(
             given.load_state_dict({**saved, "tensors": outer[name]["tensors"]})
         else:
             given.load_state_dict(as_own(saved, given.state_dict()))
-    generators.restore({name.split(".", 2)[2]: state for name, state in own.items()})
-    return Loaded(found, known.step, known.values["extra"], same)
+    # Each call draws numbers of its own: those that come go on from there. Older checkpoints have no such entry.
+    session.random_calls = known.values.get(RANDOM_CALLS, 0)
 
 
 def _outer_states(stateful: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -235,6 +288,15 @@ def _reading(folder: Path, model: ParallelModule) -> Callable[[], tuple[Path, st
 
 def _check(folder: Any, model: Any, optimizer: Any, stateful: Mapping[str, Any]) -> None:
     require(folder=(folder, PATH), model=(model, PARALLEL), optimizer=(optimizer, OF_PARALLEL))
+    require_stateful(stateful)
+
+
+def require_stateful(stateful: Mapping[str, Any]) -> None:
+    """Refuse objects that have no state.
+
+    Raises:
+        ValueError: names the first.
+    """
     require(**{name: (given, _stateful) for name, given in stateful.items()})
 
 
@@ -245,8 +307,17 @@ def _stateful(given: Any) -> str | None:
 
 def _read(folder: Path) -> tuple[Path, str]:
     found = folders.find(folder)
+    return found, read_manifest(found)
+
+
+def read_manifest(found: Path) -> str:
+    """The text of a checkpoint's manifest.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     try:
-        return found, read_text(found / folders.MANIFEST, MOST_BYTES)
+        return read_text(found / folders.MANIFEST, MOST_BYTES)
     except ValueError as e:
         raise ValueError(f"the checkpoint in {found} is damaged: {e}") from None
 
@@ -262,7 +333,8 @@ def _tied(model: ParallelModule) -> dict[str, str]:
     return found
 
 
-def _group(model: ParallelModule) -> Any:
+def group_of_model(model: ParallelModule) -> Any:
+    """The process group in which a model's checkpoints are written and read; made once, by all ranks."""
     session = model._autopar
     if session not in _groups:
         _groups[session] = group_of(session.context)

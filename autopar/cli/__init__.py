@@ -17,7 +17,7 @@ from autopar.cli.explain import diff_command, explain_command
 from autopar.cli.machine import calibrate_command, doctor_command, ops_command
 from autopar.cli.migrate import migrate_command
 from autopar.cli.plan import plan_command
-from autopar.cli.run import run_command
+from autopar.cli.run import rendezvous_command, run_command
 from autopar.cli.simulate import simulate_command
 from autopar.cli.trace import trace_command
 from autopar.cli.verify import verify_command
@@ -34,6 +34,7 @@ app = typer.Typer(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run_command,
+    "rendezvous": rendezvous_command,
     "plan": plan_command,
     "explain": explain_command,
     "diff": diff_command,

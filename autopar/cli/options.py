@@ -30,7 +30,7 @@ Memory = Annotated[str | None, typer.Option(help="Budget per device, such as 70G
 Optimizer = Annotated[str, typer.Option(help="Optimizer whose state counts: adamw, adam, sgd, sgd-momentum, adagrad.")]
 Policy = Annotated[
     str | None,
-    typer.Option(metavar="bf16|fp16|...", help="Compute in this dtype; parameters and reductions stay in fp32."),
+    typer.Option(metavar="bf16|fp16|fp8|...", help="Compute in this dtype; parameters and reductions stay in fp32."),
 ]
 
 # What the search may choose.
@@ -39,7 +39,16 @@ RolesOption = Annotated[
     str, typer.Option("--roles", metavar="AXIS=ROLE,...", help="What axes are used for: node=data,gpu=tensor.")
 ]
 Inexact = Annotated[
-    str, typer.Option("--inexact", metavar="CHOICE,...", help="Allow what changes numbers: roles local, compressed.")
+    str,
+    typer.Option(
+        "--inexact", metavar="CHOICE,...", help="Allow what changes numbers: roles local, compressed; fp8, quantized."
+    ),
+]
+Quantize = Annotated[
+    str,
+    typer.Option(
+        "--quantized", metavar="AXIS=BITS[/BITS],...", help="Bits of gathered weights/reduced gradients: node=8/4."
+    ),
 ]
 Pins = Annotated[
     list[str] | None,
@@ -182,6 +191,28 @@ def parse_roles(text: str) -> dict[str, str]:
             raise ValueError(f"--roles {text!r}: {part.strip()!r} is not AXIS=ROLE; write for example gpu=tensor")
         roles[axis] = role
     return roles
+
+
+def parse_quantized(text: str) -> dict[str, dict[str, int]]:
+    """Bits of messages from ``node=8/4``: of weights, and of gradients; ``-`` for whole numbers.
+
+    Raises:
+        ValueError: a part is not AXIS=BITS or AXIS=BITS/BITS.
+
+    >>> parse_quantized("node=8/4, gpu=-/8")
+    {'node': {'weights': 8, 'gradients': 4}, 'gpu': {'gradients': 8}}
+    """
+    found = {}
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"\s*([^=]*[^=\s])\s*=\s*(-|[0-9]{1,3})(?:/(-|[0-9]{1,3}))?\s*", part)
+        if match is None:
+            raise ValueError(
+                f"--quantized {text!r}: {part.strip()!r} is not AXIS=BITS/BITS; write for example node=8/4"
+            )
+        axis, *bits = match.groups()
+        named = zip(("weights", "gradients"), bits, strict=True)
+        found[axis] = {what: int(count) for what, count in named if count not in (None, "-")}
+    return found
 
 
 def check_target(option: str, path: Path | None) -> None:

@@ -28,6 +28,7 @@ from autopar.cli.options import (
     Optimizer,
     Pins,
     Policy,
+    Quantize,
     Recipe,
     RolesOption,
     Schedule,
@@ -39,6 +40,7 @@ from autopar.cli.options import (
     clear_errors,
     parse_axes,
     parse_pins,
+    parse_quantized,
     parse_roles,
     pipeline_pins,
 )
@@ -120,6 +122,7 @@ def plan_command(
     recipe: Recipe = None,
     roles: RolesOption = "",
     inexact: Inexact = "",
+    quantized: Quantize = "",
     pin: Pins = None,
     microbatches: Microbatches = None,
     microbatch: Microbatch = None,
@@ -164,7 +167,7 @@ def plan_command(
         pins |= parse_pins(pin, {axis: n for axis, n in target.axes.items() if given_roles.get(axis) not in allowed})
         search = Search(
             time_limit=time_limit, recipe=recipe, roles=given_roles, pins=pins, check=check, cache=not no_cache,
-            inexact=allowed,
+            inexact=allowed, quantized=parse_quantized(quantized),
         )  # fmt: skip
         _print_plan(task, target, search, outputs)
 

@@ -18,6 +18,8 @@ and direction. ``size`` is in bytes and always of the **full** tensor that one d
 tree is a chain through each node and a tree of the nodes. Of two nodes each is the root of one of the double tree's
 halves and a leaf of the other, so that it sends every half once; an inner node of more sends its half to two and up.
 
+What a library has besides is in `Link.factors`: how many times as long as this a collective takes there.
+
 Logarithms are rounded up. A library takes what is fastest of what it has, and so do these functions: `Link.algorithms`
 says what it has, a ring always (and all_to_all, send and broadcast in one way only). Adding numbers up costs nothing.
 
@@ -133,7 +135,7 @@ def collective_seconds(kind: str, size: ArrayLike, n: ArrayLike, link: Link) -> 
     nodes = np.maximum(devices / link.neighbors, 1.0)
     seconds = (_function(form)(sizes, devices, nodes, link.latency, link.bandwidth) for form in forms)
     fastest = np.asarray(np.minimum.reduce(list(np.broadcast_arrays(*seconds))), dtype=np.float64)
-    return np.where(devices > 1, fastest, 0.0)[()]
+    return np.where(devices > 1, fastest * link.factors.get(kind, 1.0), 0.0)[()]
 
 
 Seconds = Callable[[ArrayLike, ArrayLike, Link], Array]

@@ -11,8 +11,17 @@ from typing import Any
 ALGORITHMS = ("ring", "tree", "pat")
 """How libraries may run collectives; `autopar.costs.collectives` says what each costs."""
 
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast")
+"""Collectives that have a cost model, in `autopar.costs.collectives`."""
+
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""The dtypes whose peak a device may state."""
+"""The dtypes of torch whose peak a device may state."""
+
+FLOAT8 = "float8"
+"""Products of float8 operands, of either format, accumulated in float32."""
+
+RATES = (*FLOAT_DTYPES, FLOAT8)
+"""What a device may state a peak for."""
 
 KIND_NAMES = ("cuda", "rocm", "cpu")
 """Kinds of devices: what a process has on one besides tensors depends on it, see `autopar.costs.budget`."""
@@ -36,7 +45,7 @@ class Device:
 
     Attributes:
         name: for people.
-        flops: peak floating-point operations per second by dtype name, dense.
+        flops: peak floating-point operations per second by dtype name, dense; `FLOAT8` where kernels multiply it.
         memory: bytes.
         bandwidth: of its memory, in bytes per second.
         launch: seconds that every kernel costs however little it does.
@@ -80,10 +89,10 @@ class Device:
                 f"flops must give operations per second by dtype, e.g. float32 = 1e12, got {shown(self.flops)}"
             )
         for dtype in self.flops:
-            if dtype not in FLOAT_DTYPES:
-                raise ValueError(f"flops.{dtype} is not a known dtype{suggest(dtype, FLOAT_DTYPES)}")
+            if dtype not in RATES:
+                raise ValueError(f"flops.{dtype} is not a known dtype{suggest(dtype, RATES)}")
         # A plain dict, in one order: a read-only proxy could not be pickled, and ranks exchange clusters.
-        flops = {d: _positive(f"flops.{d}", self.flops[d]) for d in FLOAT_DTYPES if d in self.flops}
+        flops = {d: _positive(f"flops.{d}", self.flops[d]) for d in RATES if d in self.flops}
         object.__setattr__(self, "flops", flops)
         # Figures from TOML may be integers: as floats, equal devices have equal texts and fingerprints.
         for key in ("memory", "bandwidth", "launch", *_SHARES):
@@ -135,10 +144,12 @@ class Link:
             where processes share cores, milliseconds.
         occupies: share of a collective's seconds for which it takes the device from the kernels beside it: a library on
             a CPU runs on the same cores. They take so much longer; 0: it hides behind them for nothing.
+        factors: by collective, how many times as long as its form in `autopar.costs.collectives` it takes: libraries
+            have other algorithms, and Gloo's reduce-scatter is an all-reduce. 1 for those that are not named.
         neighbors: how many devices of the group are in each node; what `Cluster.link_for` finds out, not stated.
 
     Raises:
-        ValueError: a figure is not a positive number, or an algorithm is unknown.
+        ValueError: a figure is not a positive number, or an algorithm or a collective is unknown.
     """
 
     name: str
@@ -149,6 +160,7 @@ class Link:
     contention: float = 0.0
     wait: float = 0.0
     occupies: float = 0.0
+    factors: Mapping[str, float] = field(default_factory=dict, hash=False)
     neighbors: int = 1
 
     def __post_init__(self) -> None:
@@ -166,6 +178,13 @@ class Link:
             object.__setattr__(self, key, _not_negative(key, getattr(self, key)))
         if self.occupies > 1:
             raise ValueError(f"occupies is a share of a collective's seconds, at most 1, got {self.occupies!r}")
+        if not isinstance(self.factors, Mapping):
+            raise ValueError(f"factors must give a number by collective, got {shown(self.factors)}")
+        for kind in self.factors:
+            if kind not in KINDS:
+                raise ValueError(f"factors has {shown(kind)}{suggest(str(kind), KINDS)}")
+        factors = {kind: _positive(f"factors.{kind}", self.factors[kind]) for kind in KINDS if kind in self.factors}
+        object.__setattr__(self, "factors", factors)
 
 
 def _positive(key: str, value: object) -> float:

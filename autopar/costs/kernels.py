@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopar.costs.cluster import Device
+from autopar.costs.device import FLOAT8
 
 Array = NDArray[np.float64]
 
@@ -35,8 +36,17 @@ which torch does not put on tensor cores, are as fast at any size: measured on a
 
 _ON_TENSOR_CORES = ("bfloat16", "float16")
 
+ALIGNED_FLOAT8 = 16
+"""Kernels of float8 take no other sizes of columns and depth: `autopar.ir.ops.float8.product` widens these to float32
+before it multiplies."""
+
 BATCHED = 0.5
-"""Rate of batched products relative to single ones: theirs is attention's, of transposed views. Fitted, too."""
+"""Rate of batched products relative to single ones: theirs is attention's, of transposed views. Fitted, too.
+
+Products of groups of rows, a matrix each, have the rate of single ones: 91% of an H800's peak was reached
+(https://arxiv.org/abs/2501.16103), and 98.6% of what cuBLAS does with equal groups (MegaBlocks,
+https://arxiv.org/abs/2211.15841). Each group has tiles of its own, so that small ones are far below: 16 rows take as
+long as 64."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class Work:
         columns: of its result.
         depth: what is summed over.
         batch: how many products.
+        rate: of the products relative to a single one's.
         launches: kernels that the host launches; 0 for a view.
     """
 
@@ -59,6 +70,7 @@ class Work:
     columns: Array
     depth: Array
     batch: Array
+    rate: Array
     launches: Array
 
     def take(self, index: ArrayLike) -> Work:
@@ -80,7 +92,7 @@ def stream(moved: ArrayLike) -> Work:
     """Kernels that move data and compute next to nothing."""
     size = np.atleast_1d(np.asarray(moved, dtype=np.float64))
     none = np.zeros_like(size)  # no arithmetic, and no product
-    return Work(none, size, none, none, none, none, np.where(size > 0, 1.0, 0.0))
+    return Work(none, size, none, none, none, none, np.ones_like(size), np.where(size > 0, 1.0, 0.0))
 
 
 def product(rows: ArrayLike, columns: ArrayLike, depth: ArrayLike, batch: ArrayLike = 1, item: float = 2) -> Work:
@@ -96,7 +108,8 @@ def product(rows: ArrayLike, columns: ArrayLike, depth: ArrayLike, batch: ArrayL
     m, n, k, b = np.broadcast_arrays(
         *(np.atleast_1d(np.asarray(x, dtype=np.float64)) for x in (rows, columns, depth, batch))
     )
-    return Work(2 * b * m * n * k, item * b * (m * k + k * n + m * n), m, n, k, b, np.ones_like(m))
+    rate = np.where(b > 1, BATCHED, 1.0)
+    return Work(2 * b * m * n * k, item * b * (m * k + k * n + m * n), m, n, k, b, rate, np.ones_like(m))
 
 
 def busy_seconds(work: Work, dtype: str, device: Device) -> Array:
@@ -120,7 +133,8 @@ def busy_seconds(work: Work, dtype: str, device: Device) -> Array:
     arithmetic = work.flops / np.where(products, rate, rate * device.fused)
     # A CPU core works through a product without waves: its sizes are not quantized.
     if device.units > 1 and np.any(products):
-        arithmetic = np.where(products, _tiled(work, rate, device, dtype in _ON_TENSOR_CORES), arithmetic)
+        rates = rate * _alignment(work, dtype, device)
+        arithmetic = np.where(products, _tiled(work, rates, device), arithmetic)
     return np.maximum(arithmetic, work.moved / (device.bandwidth * device.streaming))
 
 
@@ -136,10 +150,26 @@ def kernel_seconds(work: Work, dtype: str, device: Device) -> Array:
     return np.where(busy > 0, busy + work.launches * device.launch, 0.0)
 
 
-def _tiled(work: Work, rate: float, device: Device, on_tensor_cores: bool) -> Array:
+def host_wait_seconds(device: Device) -> float:
+    """Seconds for which a device has nothing to do while the host waits for numbers of it, to launch what is next.
+
+    The numbers are copied to the host, which then launches a kernel, which starts: two launches, and the host's time
+    for one. A CPU runs its kernels itself.
+    """
+    return 0.0 if device.kind == "cpu" else 2 * device.launch + device.host
+
+
+def _alignment(work: Work, dtype: str, device: Device) -> Array:
+    """The rate of each product relative to one whose sizes suit the kernels."""
+    if dtype == FLOAT8:
+        aligned = (work.columns % ALIGNED_FLOAT8 == 0) & (work.depth % ALIGNED_FLOAT8 == 0)
+        return np.where(aligned, 1.0, device.peak("float32") / device.peak(FLOAT8))
     aligned = (work.rows % ALIGNED == 0) & (work.columns % ALIGNED == 0) & (work.depth % ALIGNED == 0)
-    aligned |= not on_tensor_cores
-    rates = np.where(aligned, 1.0, UNALIGNED) * np.where(work.batch > 1, BATCHED, 1.0) * rate
+    return np.where(aligned | (dtype not in _ON_TENSOR_CORES), 1.0, UNALIGNED)
+
+
+def _tiled(work: Work, rate: Array, device: Device) -> Array:
+    rates = work.rate * rate
     best = np.full(work.rows.shape, math.inf)
     for rows, columns, relative in TILES:
         # Partial tiles take as long as whole ones, and so does a last wave that leaves units idle.

@@ -19,6 +19,9 @@ SHARE = 0.05
 BLOCK, SCALE = 256, 4
 """Quantized numbers that share a scale, and its bytes."""
 
+FLOAT = 4
+"""Bytes of a number while it is quantized."""
+
 INDEX = 4
 """Bytes of the index of a number that is sent by itself."""
 
@@ -42,7 +45,34 @@ def exchange_size(elements: int, itemsize: int, workers: int, bits: int | None) 
     """
     if bits is None:
         return elements * itemsize
-    return workers * -(-elements // BLOCK) * (BLOCK * bits // 8 + SCALE)
+    return workers * quantized_bytes(elements, bits)
+
+
+def quantized_bytes(elements: int, bits: int) -> int:
+    """Bytes that stand for some numbers: the codes of whole blocks, and their scales.
+
+    >>> quantized_bytes(300, 8), quantized_bytes(256, 4)
+    (520, 132)
+    """
+    return -(-elements // BLOCK) * (BLOCK * bits // 8 + SCALE)
+
+
+def quantizing(elements: float, itemsize: int, bits: int) -> tuple[float, int]:
+    """Bytes that kernels read and write to quantize some numbers, and how many kernels there are.
+
+    Counted in `autopar.ir.quantized.blocks.quantize`: magnitudes, their largest, ratios, three steps to whole numbers,
+    codes and a copy of these; and a cast of what is not in float32.
+    """
+    cast = 0 if itemsize == FLOAT else itemsize + FLOAT
+    return elements * (51 + cast + 5 * (bits == 4)), 11 + (cast > 0) + 4 * (bits == 4)
+
+
+def dequantizing(elements: float, itemsize: int, bits: int, rows: int = 0) -> tuple[float, int]:
+    """The same of numbers that come from bytes; of ``rows`` each of which is added to those before it."""
+    cast = 0 if itemsize == FLOAT else itemsize + FLOAT
+    added = 3 * FLOAT * (rows > 0)
+    moved = elements * (13 + 14 * (bits == 4) + added) + elements / max(rows, 1) * cast
+    return moved, max(rows, 1) * (5 + 4 * (bits == 4) + (rows > 0)) + (cast > 0)
 
 
 def is_low_rank(shape: tuple[int, ...], rank: int) -> bool:

@@ -22,7 +22,7 @@ from autopar.ir.plan import Certificate, Plan
 from autopar.ir.plan_table import format_seconds
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform
-from autopar.passes.pad_dims import pad
+from autopar.passes import as_planned
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 
@@ -81,7 +81,7 @@ def activations(program: Program, plan: Plan, name: str) -> list[Activation]:
     Raises:
         ValueError: nothing has that name; lists some names that exist.
     """
-    program = pad(for_devices(program, plan.cluster.device, dict(plan.axes), deterministic=False), plan.padding)
+    program = as_planned(for_devices(program, plan.cluster.device, dict(plan.axes), deterministic=False), plan)
     dims = analyze(program)
     classes = layer_classes(program, dims)
     # Names are looked up in the padded program, whose nodes are those that the plan speaks of.

@@ -16,6 +16,7 @@ from autopar.compiler import (
     default_memory,
     for_devices,
     part_of_worker,
+    policy_of,
     program_of,
     program_to_plan,
     require_same_graph,
@@ -27,9 +28,11 @@ from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
+from autopar.ir.quantized.axes import QuantizedAxis, read_quantized
 from autopar.ir.signature.outputs import Loss
 from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.budget.lagrangian import fits
+from autopar.search.formulation.local_axes import QUANTIZED
 from autopar.search.options import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGE_ORDER, STAGES, VIRTUAL, Progress, Search
 from autopar.search.recost import SAME, differences, recosted
 
@@ -67,8 +70,13 @@ def check_plan(
             f"the plan has workers {dict(plan.workers)} ({plan.worker_role}), and the search {dict(workers)} ({role}); "
             f"{AGAIN}"
         )
+    if read_quantized(given.quantized) != plan.quantized:
+        raise PlanError(
+            f"the plan is quantized {_shown(plan.quantized)}, and the search "
+            f"{_shown(read_quantized(given.quantized))}; {AGAIN}"
+        )
     search = replace(given, check=True, cache=False)
-    axes, policy = dict(plan.axes), Precision.resolve(precision)
+    axes, policy = dict(plan.axes), policy_of(model, precision, None, plan)
     batch = part_of_worker(model, batch, plan.workers)
     program = program_to_plan(
         model, batch, loss_fn=loss_fn, loss=loss, precision=policy, fused=plan.fused, search=search, progress=progress
@@ -117,12 +125,18 @@ def check_plan(
     return replace(checked, workers=()).of_workers(plan.workers, plan.worker_role)
 
 
+def _shown(quantized: tuple[QuantizedAxis, ...]) -> str:
+    return "; ".join(map(str, quantized)) or "nowhere"
+
+
 def _space_of(plan: Plan) -> Search:
     """The search for plans of this kind, where the user says of none: with as many stages, cut anywhere."""
     # Layers that were planned apart have choices of their own.
     apart = any(" @" in name for name in plan.choices)
+    quantized = {q.axis: {what: q.bits(what) for what in q.what} for q in plan.quantized}
+    given = Search(tie_layers=not apart, quantized=quantized, inexact=(QUANTIZED,) if quantized else ())
     if plan.pipeline is None:
-        return Search(tie_layers=not apart)
+        return given
     devices = dict(plan.axes)[plan.pipeline.axis]
     pins: dict[str, Any] = {
         STAGES: devices, STAGE_AXIS: plan.pipeline.axis, SCHEDULE: plan.pipeline.schedule,
@@ -130,4 +144,4 @@ def _space_of(plan: Plan) -> Search:
     }  # fmt: skip
     if plan.pipeline.places:
         pins[STAGE_ORDER] = list(plan.pipeline.places)
-    return Search(pins=pins, tie_layers=not apart)
+    return replace(given, pins=pins)

@@ -14,9 +14,10 @@ from autopar.ir.graph import module_path, values_of
 from autopar.ir.layout import Layout, Split, TensorType
 from autopar.ir.module_outputs import module_outputs
 from autopar.ir.ops.attention import attention
+from autopar.ir.ops.sequence.masked_attention import attention_masked
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes.pad_dims import pad
+from autopar.passes import as_planned
 from autopar.search.formulation.pins import read_placement
 from autopar.search.options import Progress, Search
 from autopar.sharding.assignment import assign
@@ -105,10 +106,13 @@ def _without_ring(program: Program, name: str, wanted: Mapping[str, str]) -> str
     split = {id(type_.dims[d][j]) for d, j in positions if (d, j) in type_.positions} if type_ else set()
     reasons: dict[str, str] = {}
     for node in program.sources:
-        if node.target is not attention:
+        if node.target not in (attention, attention_masked):
             continue
         queries, keys = (dims.types[program.sources[node][i]] for i in (0, 1))
-        reason = no_ring(queries.shape[2], keys.shape[2], node.args[3], node.args[4], bool(node.args[6]))
+        if node.target is attention_masked:
+            reason = "a bias is added to its scores" if node.args[5] else None
+        else:
+            reason = no_ring(queries.shape[2], keys.shape[2], node.args[3], node.args[4], bool(node.args[6]))
         if reason is not None and any(id(f) in split for t in (queries, keys) for f in t.dims[2]):
             reasons.setdefault(reason, module_path(node) or "the model")
     return "; ".join(f"attention in {path} cannot go round in a ring: {reason}" for reason, path in reasons.items())
@@ -184,7 +188,7 @@ def output_layout(part: Program, plan: Plan, name: str) -> Layout:
         plan: of it.
         name: see `tensor_of`.
     """
-    padded = pad(part, plan.padding)
+    padded = as_planned(part, plan)
     dims = analyze(padded)
     assignment = assign(padded, dims, plan, layer_classes(padded, dims))
     own = padded.repeat.alike(name)[0] if padded.repeat else name

@@ -51,6 +51,8 @@ class TensorType:
         routed: dims in which it is in an order of each device's own where they are split, see
             `autopar.ir.ops.routing`: no redistribution cuts them otherwise. None: it depends on no such order.
         experts: how many experts that order is by, if devices may have the rows of some of them; else 0.
+        message: what its messages may be in few bits as, see `autopar.ir.quantized.messages`; empty: never.
+        order: it is the order itself, which says nothing of tokens that other devices have.
     """
 
     dtype: str
@@ -61,6 +63,8 @@ class TensorType:
     relaid: int = 0
     routed: tuple[int, ...] | None = None
     experts: int = 0
+    message: str = ""
+    order: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,8 +90,14 @@ class TensorType:
         """Whether a redistribution may turn one placement into another on one axis.
 
         A dim that is routed stays as it is, but rows of devices' own tokens may become those of their own experts and
-        back, and counts of the former those of the latter.
+        back, and counts of the former those of the latter. Of rows that all devices have each may take those of its
+        experts, and what comes of these is a term of the whole.
         """
+        if isinstance(target, TokensStay):
+            return isinstance(source, Replicate) and self.routed in ((0,), ())
+        if isinstance(source, TokensStay):
+            # A sum of booleans is no boolean.
+            return isinstance(target, Partial) and self.routed == (0,) and self.dtype != "bool"
         if isinstance(source, ByExpert) or isinstance(target, ByExpert):
             if not self.routed:
                 return isinstance(source, Partial)
@@ -99,9 +109,14 @@ class TensorType:
     @property
     def by_expert(self) -> tuple[ByExpert, ...]:
         """Placements in which each device has what belongs to its experts."""
-        if not self.experts:
-            return ()
-        return tuple(ByExpert(d, j) for d in self.routed or (0,) for j in range(len(self.dims[d])))
+        dims = (self.routed or (0,)) if self.experts else ()
+        moved = (ByExpert(d, j) for d in dims if not self.order for j in range(len(self.dims[d])))
+        return (*moved, *(stays for d in dims if (stays := self.tokens_stay(d)) is not None))
+
+    def tokens_stay(self, dim: int) -> TokensStay | None:
+        """The placement of rows along a dim where every device has all tokens: its largest factor stands for them."""
+        sizes = [f.size for f in self.dims[dim]]
+        return TokensStay(dim, sizes.index(max(sizes))) if sizes else None
 
     @property
     def positions(self) -> tuple[tuple[int, int], ...]:
@@ -161,6 +176,19 @@ class ByExpert(Split):
 
 
 @dataclass(frozen=True, order=True)
+class TokensStay(ByExpert):
+    """Each device along the axis holds the rows of its experts, of tokens that all devices along it have.
+
+    It takes them from what it has, and nothing is sent. ``factor`` is the largest of the dim, and says only what is
+    counted in parts. Outputs of its rows are terms of sums over the axis.
+    """
+
+    def __str__(self) -> str:
+        """``T(0.1)``: rows of dim 0."""
+        return f"T({self.dim}.{self.factor})"
+
+
+@dataclass(frozen=True, order=True)
 class At:
     """Only the devices at coordinate ``index`` along the axis hold the tensor: those of a pipeline's stage."""
 
@@ -190,15 +218,18 @@ def replicated(axes: int) -> Layout:
     return (Replicate(),) * axes
 
 
+_AT_POSITION: dict[str, type[Split]] = {"S(": Split, "E(": ByExpert, "T(": TokensStay}
+
+
 def parse_placement(text: str) -> Placement:
     """Inverse of ``str(placement)``; raises ValueError on anything else."""
     if text == "R":
         return Replicate()
     if text.startswith("P(") and text.endswith(")"):
         return Partial(text[2:-1])
-    if text.startswith(("S(", "E(")) and text.endswith(")"):
+    if text[:2] in _AT_POSITION and text.endswith(")"):
         dim, _, factor = text[2:-1].partition(".")
-        return (Split if text[0] == "S" else ByExpert)(int(dim), int(factor or 0))
+        return _AT_POSITION[text[:2]](int(dim), int(factor or 0))
     # Only parameters in plans of pipelines have these.
     if text.startswith("@"):
         return At(int(text[1:]))
@@ -218,13 +249,38 @@ def factor_parts(layout: Layout, sizes: Sequence[int]) -> dict[tuple[int, int], 
 
 def divides(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> bool:
     """Whether every split of ``layout`` is into equal blocks of whole elements, and of whole experts."""
-    owners = math.prod(n for p, n in zip(layout, sizes, strict=True) if isinstance(p, ByExpert))
+    owners = owner_parts(layout, sizes)
     if owners > 1 and (not type_.experts or type_.experts % owners):
         return False
     return all(
         d < len(type_.dims) and j < len(type_.dims[d]) and type_.dims[d][j].size % parts == 0
         for (d, j), parts in factor_parts(layout, sizes).items()
     )
+
+
+def owner_parts(layout: Layout, sizes: Sequence[int]) -> int:
+    """Among how many devices ``layout`` splits the experts."""
+    return math.prod(n for p, n in zip(layout, sizes, strict=True) if isinstance(p, ByExpert))
+
+
+def imbalance_of(load: Sequence[float], parts: int) -> float:
+    """How many times as many rows as in the mean the device has whose experts have most, of so many devices.
+
+    Args:
+        load: nothing for equal shares; that factor, whatever the number of devices; or how many tokens each expert
+            got, of which each device has a block.
+        parts: devices.
+
+    >>> imbalance_of((), 4), imbalance_of((1.5,), 4), imbalance_of((30, 10, 10, 10), 2)
+    (1.0, 1.5, 1.3333333333333333)
+    """
+    if parts == 1 or not load:
+        return 1.0
+    if len(load) == 1:
+        # Nobody has more rows than there are.
+        return min(float(load[0]), float(parts))
+    own = len(load) // parts
+    return max(sum(load[i * own : (i + 1) * own]) for i in range(parts)) * parts / sum(load)
 
 
 def local_dims(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -52,6 +52,7 @@ class NodeInfo:
         region: number of the outermost checkpointing region that the node is in.
         saved: what a region's policy says of the node's result (a ``CheckpointPolicy``).
         reduce_dtype: in which terms of a gradient are added up, where it is not their own.
+        secondary: a parameter's copy that the backward pass reads (`copy_for_backward`).
 
         types: global type of each output; None for an output that does not exist. Empty for getitem, whose producer
             speaks for it, and for nodes inside a move or a lowered operator.
@@ -85,6 +86,7 @@ class NodeInfo:
     region: int | None = None
     saved: Any = None
     reduce_dtype: torch.dtype | None = None
+    secondary: bool = False
 
     types: tuple[TensorType | None, ...] = ()
     layouts: tuple[Layout | None, ...] = ()

@@ -20,6 +20,7 @@ from autopar.costs.cluster import Cluster
 from autopar.costs.read_file import MIB, read_text
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout, parse_placement
+from autopar.ir.quantized.axes import QuantizedAxis
 
 VERSION = 2
 """Of the format that `Plan.save` writes; `Plan.load` reads version 1, too."""
@@ -149,6 +150,9 @@ WORKER = {
 }
 """What a certificate says of a plan with workers, by the role of their axis."""
 
+ROUNDED = "operands are rounded to 4 or 3 significant bits, not equal to training without it"
+"""What plan and certificate say of float8 layers."""
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -224,6 +228,12 @@ class Plan:
         workers: name and size of the mesh axis of workers (role ``local`` or ``compressed``), outside of ``axes``: each
             has all of ``axes`` to itself, and the plan is one worker's, for its part of the batch. Empty: none do.
         worker_role: of this axis: workers train apart, or exchange compressed gradients.
+        quantized: along which axes gathers of parameters and reductions of gradients are in few bits: those that are
+            smaller then.
+        secondary: axes along which copies of parameters that the backward pass gathers stay split, where there are such
+            copies, see `autopar.passes.copy_for_backward`; empty: it reads the parameters themselves.
+        expert_load: of experts, which time and memory are predicted with, see `autopar.ir.layout.imbalance_of`.
+        float8: how linear layers compute in float8, an `autopar.Float8` as text; empty: they do not.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -251,6 +261,17 @@ class Plan:
     fused: bool = False
     workers: tuple[tuple[str, int], ...] = ()
     worker_role: str = "local"
+    quantized: tuple[QuantizedAxis, ...] = ()
+    secondary: tuple[str, ...] = ()
+    expert_load: tuple[float, ...] = ()
+    float8: str = ""
+
+    def of_messages(self) -> Plan:
+        """The plan whose certificate says what is sent in few bits, if something is."""
+        if not self.quantized:
+            return self
+        note = f"{'; '.join(map(str, self.quantized))}: not equal to exact training"
+        return replace(self, certificate=replace(self.certificate, space=f"{self.certificate.space}; {note}"))
 
     def of_workers(self, workers: tuple[tuple[str, int], ...], role: str) -> Plan:
         """The plan as that of each of some workers, whose axis has this role; the certificate says what that means."""
@@ -259,6 +280,13 @@ class Plan:
         note = f"{WORKER[role]}, {' x '.join(f'{axis}={n}' for axis, n in workers)}"
         certificate = replace(self.certificate, space=f"{self.certificate.space}; {note}")
         return replace(self, workers=workers, worker_role=role, certificate=certificate)
+
+    def in_float8(self, how: str) -> Plan:
+        """The plan as one whose linear layers compute in float8; the certificate says so."""
+        if not how:
+            return self
+        certificate = replace(self.certificate, space=f"{self.certificate.space}; linear layers in {how}: {ROUNDED}")
+        return replace(self, float8=how, certificate=certificate)
 
     @property
     def inner(self) -> Plan:
@@ -315,6 +343,10 @@ class Plan:
         data["fused"] = self.fused
         data["scatter"] = None if self.scatter is None else asdict(self.scatter)
         data["workers"], data["worker_role"] = dict(self.workers), self.worker_role
+        data["quantized"] = [asdict(q) for q in self.quantized]
+        data["secondary"] = list(self.secondary)
+        data["expert_load"] = list(self.expert_load)
+        data["float8"] = self.float8
         data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         for name in ("recompute", "offload"):
@@ -498,6 +530,10 @@ class _File:
     forced_consumer_layouts: tuple[str, ...] = ()
     workers: Mapping[str, Annotated[int, msgspec.Meta(ge=1, lt=2**31)]] = field(default_factory=dict)
     worker_role: Literal["local", "compressed"] = "local"
+    quantized: tuple[QuantizedAxis, ...] = ()
+    secondary: tuple[str, ...] = ()
+    expert_load: tuple[float, ...] = ()
+    float8: str = ""
     recompute: Ranges = field(default_factory=dict)
     offload: Ranges = field(default_factory=dict)
 
@@ -524,6 +560,11 @@ def _parse(data: dict[str, Any]) -> Plan:
     kept: dict[str, Any] = {f.name: getattr(file, f.name) for f in fields(_File) if f.name not in _LAYOUTS}
     if len(file.workers) > 1 or set(file.workers) & set(file.axes):
         raise ValueError(f"workers are {dict(file.workers)}: expected one axis beside {', '.join(file.axes)}")
+    strange = [q.axis for q in file.quantized if q.axis not in file.axes or not q.what]
+    if strange:
+        raise ValueError(f"quantized names axis {strange[0]!r}: expected bits along one of {', '.join(file.axes)}")
+    if set(file.secondary) - set(file.axes):
+        raise ValueError(f"secondary names {file.secondary}: expected axes among {', '.join(file.axes)}")
     kept |= {
         "workers": tuple(file.workers.items()),
         "axes": tuple(file.axes.items()),

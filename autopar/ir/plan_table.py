@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.costs.cluster import Cluster
+from autopar.costs.device import FLOAT8
 from autopar.costs.memory import format_bytes
-from autopar.ir.plan import MEMORY_REPAIR, PER_USE, Certificate, ModuleRow, Plan
+from autopar.ir.plan import MEMORY_REPAIR, PER_USE, ROUNDED, Certificate, ModuleRow, Plan
 
 METHODS = {
     "elimination": "exact elimination of variables",
@@ -122,6 +123,16 @@ def _header(plan: Plan) -> RenderableType:
         role = plan.worker_role
         said = f"{count} along axis {axis} over {over} (role {role}), each on the axes above with its part of the batch"
         rows.append(("workers", f"{said}; {_MEANING[role]}: not equal to synchronous training"))
+    for quantized in plan.quantized:
+        rows.append(("quantized", f"{quantized}: not equal to exact training"))
+    if plan.secondary:
+        along = ", ".join(plan.secondary)
+        rows.append(("secondary", f"the backward pass gathers copies of parameters, along {along} alone"))
+    if plan.float8:
+        device = plan.cluster.device
+        emulated = FLOAT8 not in device.flops or plan.float8.startswith("mxfp8")
+        slow = f"; on {device.name} values are multiplied in float32" if emulated else ""
+        rows.append(("linear layers", f"{plan.float8}: {ROUNDED}{slow}"))
     if plan.pipeline is not None:
         parts = ", equal outputs are sent in parts" if plan.scatter else ""
         said = f"{len(plan.stages)} along axis {plan.pipeline.axis}, schedule {plan.pipeline.order}{parts}"

@@ -198,6 +198,7 @@ class Program:
         draws_in_kernels: what dropout in attention keeps takes no memory, as on GPUs.
         fused: a compiler puts pointwise operators and reductions that follow each other into one kernel, and costs are
             counted so.
+        float8: how linear layers compute in float8; empty: they do not.
     """
 
     graph: fx.GraphModule
@@ -218,6 +219,7 @@ class Program:
     guards: tuple[Guard, ...] = ()
     draws_in_kernels: bool = False
     fused: bool = False
+    float8: str = ""
 
     @property
     def microbatches(self) -> int:

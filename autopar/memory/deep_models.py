@@ -150,14 +150,17 @@ def _nearest(names: Sequence[Name], blocks: Sequence[Block], i: int, get: Callab
 def _growth(three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], path: str, shift: int) -> list[Held | None]:
     """By how much more is live at each point than with two blocks: the first two, or with a shift the last."""
 
-    def keys(found: Sequence[MemoryPoint], shift: int) -> list[tuple[str, str, bool]]:
-        texts = []
+    def keys(found: Sequence[MemoryPoint], shift: int) -> list[tuple[str, str, bool, str]]:
+        texts, running = [], ""
         for point in found:
             number, rest = _number(point, path), point.path
             if number and shift:
                 tail = point.path.removeprefix(f"{path}.").partition(".")[2]
                 rest = f"{path}.{int(number) + shift}.{tail}".removesuffix(".")
-            texts.append((rest, point.operator, point.backward))
+            if point.in_place:
+                running = str(int(number) + shift) if number else ""
+            # Of a move that is late, or ahead: while another block runs, something else is live.
+            texts.append((rest, point.operator, point.backward, running))
         return texts
 
     # A diff of the two sequences: a module may call an operator many times, so keys are not unique.

@@ -207,6 +207,7 @@ def read_by(node: fx.Node) -> list[fx.Node]:
 _SUMS = (c10d.all_reduce.default, c10d.all_reduce_coalesced.default)
 _RECEIVES = (gather_rows_, scatter_rows_, reduce_rows_)
 _COPIED = ("all_gather", "reduce_scatter")
+_COPIES = (aten._to_copy.default, aten.clone.default, aten.contiguous.default, aten.reshape.default, accumulate)
 _FORWARD = (aten.convolution.default, padded_convolution)
 _BACKWARD = (aten.convolution_backward.default, padded_convolution_backward)
 
@@ -263,6 +264,8 @@ class MemoryPoint:
         before_blocks: bytes of the activations that were made before the model's blocks.
         in_flight: of ``held``, what one block's collectives that run beside kernels send and receive until they are
             waited for.
+        in_place: whether the operator runs where the model has it; moves of parameters and of gradients may run while
+            another block does.
     """
 
     held: Mapping[str, float]
@@ -271,6 +274,7 @@ class MemoryPoint:
     operator: str = ""
     before_blocks: float = 0.0
     in_flight: Mapping[str, float] = field(default_factory=dict)
+    in_place: bool = True
 
     @property
     def total(self) -> float:
@@ -290,10 +294,17 @@ def memory_points(program: Program, plan: Plan) -> list[MemoryPoint]:
         elif now[0].starts:
             # A copy: the walk goes on adding to its own.
             point = MemoryPoint(
-                dict(held), module_path(node), is_backward(node), str(node.target), before_blocks, in_flight[node]
-            )
+                dict(held), module_path(node), is_backward(node), str(node.target), before_blocks, in_flight[node],
+                _in_place(node),
+            )  # fmt: skip
             found.append(point)
     return [*found, MemoryPoint(_at_step(held, program, plan), "", True)]
+
+
+def _in_place(node: fx.Node) -> bool:
+    """Whether a node is an operator of the program, or its recomputation, and more than a copy."""
+    known = info(node)
+    return (known.program_node or known.recompute_of) is not None and node.target not in _COPIES
 
 
 def _in_flight(program: Program, changes: Sequence[Change]) -> list[dict[str, float]]:

@@ -22,6 +22,7 @@ from autopar.module.copies import RESIZING, SAVING, deep_copy, refuse_pickling, 
 from autopar.module.generation.generate import GENERATING, generate
 from autopar.module.session import Session
 from autopar.passes.annotate_layouts import annotate_layouts
+from autopar.passes.copy_for_backward import copy_for_backward
 from autopar.passes.pad_dims import pad_dims
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.materialize import Init
@@ -136,7 +137,7 @@ class ParallelModule(nn.Module):
         """The latest specialization's graph on global tensors, with layouts."""
         session = self._autopar
         found = session.known(session.latest)
-        return rewrite(found.program, found.plan, passes=(pad_dims, annotate_layouts)).graph
+        return rewrite(found.program, found.plan, passes=(pad_dims, copy_for_backward, annotate_layouts)).graph
 
     @property
     def forward_graph(self) -> fx.GraphModule:

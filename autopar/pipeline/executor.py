@@ -146,8 +146,12 @@ class StageRun:
         # The microbatch's own values first: `values` has the sums of earlier ones under the same names.
         arguments = []
         for name in graph.takes:
-            known = next((values for values in (saved, self.values) if name in values), None)
-            arguments.append(self._source(name, microbatch) if known is None else known[name])
+            if name in saved:
+                arguments.append(saved[name])
+            elif name in self.values:
+                arguments.append(self.values[name])
+            else:
+                arguments.append(self._source(name, microbatch))
         return arguments
 
 

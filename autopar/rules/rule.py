@@ -133,6 +133,8 @@ class Rule:
         scaled: argument (position, or name) that is a number of elements along some letters: ``{1: "r"}``.
         lower: letters whose split needs other code; several in one key: they are split together, see `Lowering`.
         flops: floating point operations of the whole operator; None counts memory traffic only.
+        rate: what they are of where no tensor's dtype says it: ``float8``, a product with two scales behind its
+            operands. A device that states no such rate computes them in float32.
         between: bytes that the operator writes and reads between its arguments and results, where these are all in
             memory: not where its kernels draw an argument by themselves.
         view: the operator moves no data.
@@ -149,6 +151,8 @@ class Rule:
             `autopar.ir.ops.routing`: local results are no blocks of the whole one, and serve all the same.
         counts: tensor arguments that count elements along a letter in such an order, by that letter: ``{"s": (2,)}``.
             Where it is split each device has its own counts. If the argument is no such, the letter cannot be split.
+        positions: tensor arguments that say where along a routed letter elements are. Devices that all have the whole
+            may each take some of the positions: of results along the letter they have terms.
     """
 
     equation: str
@@ -160,6 +164,7 @@ class Rule:
     scaled: Mapping[int | str, str] = field(default_factory=lambda: MappingProxyType({}))
     lower: Mapping[str, Lowering] = field(default_factory=lambda: MappingProxyType({}))
     flops: float = 0.0
+    rate: str = ""
     between: float = 0.0
     view: bool = False
     random: bool = False
@@ -169,6 +174,7 @@ class Rule:
     strides: str | tuple[str, ...] | None = None
     routed: str = ""
     counts: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    positions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse other types: equations are read when they are needed."""
@@ -176,9 +182,10 @@ class Rule:
             equation=(self.equation, _equation), reduce=(self.reduce, _LETTERS), keep=(self.keep, _LETTERS),
             blocked=(self.blocked, _LETTERS), linear=(self.linear, _SETS), shapes=(self.shapes, _SETS),
             scaled=(self.scaled, _TABLE), lower=(self.lower, _TABLE), sizes=(self.sizes, _TABLE),
-            flops=(self.flops, number(0)), between=(self.between, number(0)), view=(self.view, FLAG),
+            flops=(self.flops, number(0)), rate=(self.rate, a(str, "the name of a dtype")),
+            between=(self.between, number(0)), view=(self.view, FLAG),
             random=(self.random, FLAG), padded=(self.padded, optional(_TABLE)), zero=(self.zero, optional(FLAG)),
-            routed=(self.routed, _LETTERS), counts=(self.counts, _TABLE),
+            routed=(self.routed, _LETTERS), counts=(self.counts, _TABLE), positions=(self.positions, _SETS),
         )  # fmt: skip
 
     @cached_property

@@ -119,7 +119,8 @@ def bound_by_axes(
         # With every other axis splitting it, each tensor is `others` times smaller: the same as a faster machine.
         fast = replace(link, bandwidth=link.bandwidth * others)
         device = replace(machine.device, bandwidth=machine.device.bandwidth * others)
-        single = Machine((name,), (n,), (fast,), device)
+        quantized = tuple(q for q in machine.quantized if q.axis == name)
+        single = Machine((name,), (n,), (fast,), device, quantized)
         limits = Restrictions(
             layouts=_project(restrictions.layouts, axis),
             data_axes_only=restrictions.data_axes_only,

@@ -18,6 +18,8 @@ import os
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -59,6 +61,20 @@ def folder() -> Path | None:
     return None if where in ("", "0") or path.startswith("~") else Path(path)
 
 
+_asked: ContextVar[list[Path] | None] = ContextVar("autopar_asked_plans", default=None)
+
+
+@contextlib.contextmanager
+def asked_for() -> Iterator[list[Path]]:
+    """The files of all plans that are asked for within."""
+    files: list[Path] = []
+    token = _asked.set(files)
+    try:
+        yield files
+    finally:
+        _asked.reset(token)
+
+
 def file_of(program: Program, dims: Dims, job: Job, kind: str = "") -> Path | None:
     """The file of the plan that a search for all this finds; None where plans are not cached.
 
@@ -82,7 +98,10 @@ def file_of(program: Program, dims: Dims, job: Job, kind: str = "") -> Path | No
         _sources(), str(torch.__version__), program.fingerprint, program.loss, repeat, rules, tuple(job.axes.items()),
         job.cluster.to_toml(), job.memory, job.optimizer, job.search, job.restrictions, kind,
     )  # fmt: skip
-    return where / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+    file = where / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+    if (asked := _asked.get()) is not None:
+        asked.append(file)
+    return file
 
 
 @cache
@@ -177,6 +196,8 @@ def _require_same(plan: Plan, program: Program, job: Job) -> None:
         ("cluster", cluster == job.cluster and plan.cluster.link_for(axes) == job.cluster.link_for(axes)),
         ("mesh", plan.axes == tuple(own.items()) or (bool(plan.pipeline) and is_split_for_stages(plan.axes, own))),
         ("optimizer", plan.optimizer == job.optimizer),
+        ("precision of messages", plan.quantized == job.quantized),
+        ("secondary copy", plan.secondary == job.search.secondary),
     ):
         if not same:
             raise PlanError(f"it is of another {what}")

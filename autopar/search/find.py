@@ -83,7 +83,13 @@ def _plain(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Pla
     """The best plan whose collectives are waited for one by one."""
     found = _search(BudgetProblem.of(program, dims, classes, job))
     plan = predict(program, dims, found.plan, classes)
-    return replace(plan, certificate=found.checked(job, plan.certificate))
+    return replace(plan, certificate=found.checked(job, _as_predicted(plan, found)))
+
+
+def _as_predicted(plan: Plan, proof: _Found) -> Certificate:
+    """The plan's certificate: its own seconds, which are at least those that the search counts, and a bound of all."""
+    seconds, known = plan.predicted.step_seconds, proof.plan.certificate
+    return replace(plan.certificate, objective=seconds, lower_bound=min(proof.bound, seconds), space=known.space)
 
 
 def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
@@ -233,11 +239,8 @@ class _Rounds:
             few = [close[seconds] for seconds in sorted(close)[:SIMULATED]]
             self.job.progress(f"simulating {len(few)} plans", best.predicted.step_seconds, proof.bound)
             best = min(few, key=lambda plan: simulated_seconds(self.program, plan, self.classes))
-        seconds = best.predicted.step_seconds
         # The best plan may be one that was found as if nothing was hidden.
-        space, bound = proof.plan.certificate.space, min(proof.bound, seconds)
-        certificate = replace(best.certificate, objective=seconds, lower_bound=bound, space=space)
-        return replace(best, certificate=proof.checked(self.job, certificate))
+        return replace(best, certificate=proof.checked(self.job, _as_predicted(best, proof)))
 
     def _problem(self, weights: Weights | None) -> BudgetProblem:
         return BudgetProblem.of(self.program, self.dims, self.classes, self.job, weights)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from autopar.costs.arguments import FLAG, TEXT, Kind, a, number, optional, require, whole
 from autopar.costs.cluster import Cluster
+from autopar.ir.quantized.axes import QuantizedAxis, read_quantized
 from autopar.pipeline.custom_schedule import as_text, is_table
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
@@ -29,7 +31,10 @@ RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS
 REGATHER, FORMER_REGATHER = "regather", ("gathers",)
 """The value of the pin ``recompute`` that re-gathers parameters only, and what it was called before."""
 
-NO_TENSORS = (RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS, STAGE_ORDER)
+SECONDARY = "secondary"
+"""The pin of axes along which copies of parameters for the backward pass stay split."""
+
+NO_TENSORS = (SECONDARY, RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS, STAGE_ORDER)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,10 @@ class Search:
             ``"search"``, the default, lets collectives run beside kernels, products of their own rows included, unless
             that does not fit.
 
+            ``secondary``: an axis, or a list of axes. The forward pass leaves copies of what it gathers of parameters,
+            split along these axes alone, where memory allows: the backward pass gathers along them, and not along
+            others, whose links are slower.
+
             ``microbatches``: how many microbatches a step accumulates gradients over; without it, as many as short
             memory asks for.
 
@@ -82,7 +91,14 @@ class Search:
             as ``time_limit`` again.
         cache: a plan that was found before for the same program, cluster and options is read, see
             `autopar.search.cache`.
-        inexact: choices that change the numbers, and are refused unless they are named: ``local``, the role.
+        inexact: choices that change the numbers, and are refused unless they are named: the roles ``local`` and
+            ``compressed``, ``quantized``, and ``fp8``, linear layers in float8 (``precision="fp8"``).
+        quantized: by axis, bits (8 or 4) of each number of ``weights`` that are gathered and of ``gradients`` that are
+            reduced into shards along it, such as ``{"node": {"weights": 8, "gradients": 4}}``, where that makes the
+            message smaller, see `autopar.ir.quantized`.
+        imbalance: how many times as many tokens as in the mean the device gets whose experts get most, of those that
+            split a mixture's experts; or how many tokens each expert got, as measured. Time and memory are those of
+            that device. Default: all get equally many.
     """
 
     time_limit: float = 60.0
@@ -96,6 +112,8 @@ class Search:
     check: bool = False
     cache: bool = True
     inexact: tuple[str, ...] = ()
+    quantized: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    imbalance: float | Sequence[float] = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what is of the wrong type or out of range, and words that do not exist."""
@@ -111,8 +129,11 @@ class Search:
             check=(self.check, FLAG),
             cache=(self.cache, FLAG),
             inexact=(self.inexact, a((tuple, list), "a tuple of texts, such as ('local',)")),
+            quantized=(self.quantized, _BY_NAME),
+            imbalance=(self.imbalance, _imbalance),
         )
-        check_inexact(tuple(self.inexact), self.roles)
+        read_quantized(self.quantized)
+        check_inexact(tuple(self.inexact), self.roles, self.quantized)
         for axis, role in self.roles.items():
             if role not in ROLES:
                 raise ValueError(f"roles= gives axis {axis!r} the role {role!r}; there are {', '.join(ROLES)}")
@@ -128,6 +149,11 @@ class Search:
         if count != "search" and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"pin {MICROBATCHES!r} must be a positive whole number or 'search', got {count!r}")
 
+        if SECONDARY in self.pins:
+            if not self.secondary or not all(isinstance(axis, str) and axis for axis in self.secondary):
+                raise ValueError(f"pin {SECONDARY!r} must be an axis or a list of axes, got {self.pins[SECONDARY]!r}")
+            if self.pipelines:
+                raise ValueError(f"pin {SECONDARY!r} is not for pipelines: leave it or {STAGES!r} out")
         for name in (STAGES, VIRTUAL):
             count = self.pins.get(name, 1)
             if name == STAGES and (isinstance(count, str) and count == "search"):
@@ -168,6 +194,21 @@ class Search:
             ValueError: names the axis and those that there are.
         """
         _, axes = worker_axes(self.roles, axes)
+        for axis in self.secondary:
+            if axis not in axes:
+                raise ValueError(f"pin {SECONDARY!r} names axis {axis!r}; the mesh has {', '.join(axes)}")
+        if self.secondary and not set(axes) - set(self.secondary):
+            raise ValueError(
+                f"pin {SECONDARY!r} names all axes of the mesh ({', '.join(axes)}): copies would be split as "
+                "parameters are; leave an outer axis out"
+            )
+        for axis in self.quantized:
+            if axis not in axes or axis == self.pins.get(STAGE_AXIS):
+                inner = [a for a in axes if a != self.pins.get(STAGE_AXIS)]
+                raise ValueError(
+                    f"quantized= names axis {axis!r}, along which no parameter is gathered and no gradient reduced; "
+                    f"there are {', '.join(inner) or 'none'}"
+                )
         roles_of(self.recipe, axes, exact_roles(self.roles))
         # With stages, pins speak of the axes inside of one.
         for name, value in self.layouts.items() if not self.pipelines else ():
@@ -188,6 +229,13 @@ class Search:
         if not workers:
             return (), dict(axes), self
         return workers, within or {"device": 1}, replace(self, roles=exact_roles(self.roles))
+
+    @property
+    def load(self) -> tuple[float, ...]:
+        """``imbalance`` as `autopar.ir.layout.imbalance_of` takes it."""
+        if isinstance(self.imbalance, int | float):
+            return () if self.imbalance == 1 else (float(self.imbalance),)
+        return tuple(map(float, self.imbalance))
 
     @property
     def recompute(self) -> str:
@@ -245,6 +293,12 @@ class Search:
         return tuple(found) if isinstance(found, list | tuple) else ()
 
     @property
+    def secondary(self) -> tuple[str, ...]:
+        """The pin ``secondary``: axes along which copies for the backward pass stay split; empty: there are none."""
+        axes = self.pins.get(SECONDARY, ())
+        return (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, list | tuple) else ()
+
+    @property
     def microbatches(self) -> int | None:
         """The pin ``microbatches``; None: it is searched."""
         count = self.pins.get(MICROBATCHES, "search")
@@ -265,6 +319,17 @@ def _by_name(value: Any) -> str | None:
 
 
 _BY_NAME: Kind = _by_name
+
+
+def _imbalance(value: Any) -> str | None:
+    if isinstance(value, int | float):
+        fine = not isinstance(value, bool) and 1 <= value < math.inf
+    else:
+        fine = isinstance(value, list | tuple) and len(value) > 1
+        fine = fine and all(type(n) in (int, float) and 0 <= n < math.inf for n in value) and sum(value) > 0
+    return (
+        None if fine else "a number of at least 1, such as 1.3, or how many tokens each expert got, as [310, 202, ...]"
+    )
 
 
 def silent(phase: str, incumbent: float, bound: float) -> None:
@@ -305,6 +370,11 @@ class Job:
     deterministic: bool = False
     overlap: bool = True
     graphs: int = 1
+
+    @property
+    def quantized(self) -> tuple[QuantizedAxis, ...]:
+        """Which messages are in few bits: not along the axis of a pipeline's stages, nor along that of microbatches."""
+        return tuple(q for q in read_quantized(self.search.quantized) if q.axis in self.axes)
 
     @property
     def overlaps(self) -> bool:

@@ -10,6 +10,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.layout import Factor, Split, TensorType
 from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Certificate, Plan
 from autopar.ir.program import Program
+from autopar.passes.copy_for_backward import with_copies
 from autopar.passes.pad_dims import pad
 from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.cutoff import Cutoff, PrunedError
@@ -19,6 +20,7 @@ from autopar.search.finished_plan import Shapes, finished_plan, joint_certificat
 from autopar.search.formulation.axis_roles import DATA, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
 from autopar.search.formulation.recipes import roles_of
+from autopar.search.formulation.secondary import secondary_copies
 from autopar.search.options import Job
 from autopar.search.predict import predict
 from autopar.search.random_plan import random_plan
@@ -53,7 +55,8 @@ def best_padded(program: Program, part: Program, job: Job) -> Plan:
     errors: list[InfeasibleError] = []
     for shapes in options:
         padded = pad(part, shapes)
-        dims = analyze(padded) if shapes else dims
+        padded = with_copies(padded) if search.secondary else padded
+        dims = analyze(padded)
         # What was cut off cannot be checked, so that a search that is checked has no cutoff.
         cutoff = Cutoff.of(found[0][0]) if found and not search.check else job.cutoff
         try:
@@ -90,8 +93,11 @@ def _best(program: Program, dims: Dims, job: Job) -> Plan:
     classes = layer_classes(program, dims, tie=search.tie_layers or search.recipe == "random")
     limits = pin_modules(program, dims, classes, search.layouts, axes, job.restrictions)
     if search.recipe == "random":
-        return predict(program, dims, _random(program, dims, job, limits))
+        drawn = _random(program, dims, job, limits)
+        drawn = replace(drawn, quantized=job.quantized, secondary=search.secondary)
+        return predict(program, dims, drawn)
     limits = by_roles(program, dims, classes, axes, roles_of(search.recipe, axes, search.roles), limits)
+    limits = secondary_copies(dims, classes, axes, search.secondary, limits)
     job = replace(job, restrictions=limits)
     try:
         return find_plan(program, dims, job, classes)
@@ -109,9 +115,10 @@ def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Pla
     search, machine = job.search, job.cluster
     fixed = {key: complete(key[1], layout) for key, layout in limits.layouts.items()}
     recompute, offload = search.recompute == "search", search.offload and machine.device.host_bandwidth > 0
-    return random_plan(
+    found = random_plan(
         program, dims, job.axes, machine, search.seed, fixed, job.optimizer, recompute, search.regions, offload
     )
+    return replace(found, expert_load=search.load)
 
 
 MOST = 1.25

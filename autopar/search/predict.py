@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_seconds
-from autopar.sharding.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
+from autopar.sharding.redistribute import LOCAL_MOVES, Machine, Move, Redistributions, Tables, moved_bytes
 
 Prediction = tuple[Predicted, tuple[ModuleRow, ...]]
 """Totals, and a row for each module."""
@@ -148,7 +149,7 @@ def _accounts(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -
     if program.repeat is not None:
         shorter = program.repeat.shorter
         dims = analyze(shorter)
-        found.append(_account(shorter, dims, plan, layer_classes(shorter, dims)))
+        found.append(_account(shorter, dims, plan, layer_classes(shorter, dims), found[0].shared))
     return found
 
 
@@ -165,19 +166,33 @@ def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, floa
     return _account(program, dims, plan, layer_classes(program, dims)).seconds
 
 
-def _account(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> _Account:
-    """All that a plan costs, of the program as it is."""
+def _account(
+    program: Program,
+    dims: Dims,
+    plan: Plan,
+    classes: LayerClasses,
+    shared: Mapping[SharedMove, tuple[str, int]] = MappingProxyType({}),
+) -> _Account:
+    """All that a plan costs, of the program as it is; ``shared``: of one with a layer more, see `_Account`."""
     assignment = assign(program, dims, plan, classes)
-    account = _Account(program, dims, classes, machine_of(plan), regions_of(program), assignment)
+    account = _Account(program, dims, classes, machine_of(plan), regions_of(program), assignment, shared=dict(shared))
     _count_operators(program, dims, assignment, classes, account)
     _count_moves(program, dims, assignment, classes, account)
     _count_copies(program, dims, assignment, account, plan.optimizer)
     return account
 
 
+SharedMove = tuple[str, int, bool, bool]
+"""A class, which of its outputs goes to its consumer layout, whether in the backward pass, and whether once a step."""
+
+
 @dataclass
 class _Account:
-    """Totals, by node, module and axis."""
+    """Totals, by node, module and axis.
+
+    ``shared`` says where the values of a class are moved to their consumer layout, and what kind of move that is. With
+    a layer less the first of a class may be one that others read: what is extrapolated must be of the same regions.
+    """
 
     program: Program
     dims: Dims
@@ -193,6 +208,7 @@ class _Account:
     sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     module_sent: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     collectives: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
+    shared: dict[SharedMove, tuple[str, int]] = field(default_factory=dict)
     features: dict[str, Floats] = field(default_factory=dict)
     hideable: dict[str, Floats] = field(default_factory=dict)  # at the most, by chunks: to be added to the features
 
@@ -262,8 +278,7 @@ class _Account:
         self.compute += kernels * times
         self.communication += sent * times
         name, n = self.machine.names[axis], self.machine.sizes[axis]
-        # Nothing is sent: a slice is local.
-        if kind == "slice" or n == 1:
+        if kind in LOCAL_MOVES or n == 1:
             return
         sent = float(wire_bytes(kind, size, n)) * times
         self.sent[name] += sent
@@ -304,7 +319,7 @@ def _count_moves(
         key = (table, tuple(moves))
         chunks = regions.chunkable.get(value, frozenset())
         if key not in sizes:
-            sizes[key] = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
+            sizes[key] = [moved_bytes(table.type, move, account.machine.sizes, account.machine.load) for move in moves]
         for kinds in {frozenset(), chunks}:
             if (key, kinds) not in known:
                 known[key, kinds] = table.chunked_seconds(moves, kinds)
@@ -312,11 +327,17 @@ def _count_moves(
         # As the search counts them: to its consumer layout each member of a class is moved where the first is.
         first = (classes.members[classes.key[node]][0], value[1])
         consumer = assignment.consumer_layouts.get(value)
-        shared = () if consumer is None else table.path(assignment.outputs[value], consumer)
+        through = () if consumer is None else table.path(assignment.outputs[value], consumer)
         for i, (size, (move, times, at)) in enumerate(zip(sizes[key], counted, strict=True)):
-            account.move(node, move.kind, move.axis, size, times, float(whole[0, i]), float(whole[1:, i].sum()))
-            like = first if move in shared else value
-            region, kind = regions.of_move(like, backward=at == IN_BACKWARD, hoisted=at == HOISTED)
+            account.move(node, move.collective, move.axis, size, times, float(whole[0, i]), float(whole[1:, i].sum()))
+            backward, hoisted = at == IN_BACKWARD, at == HOISTED
+            if move in through:
+                name = (classes.key[node], value[1], backward, hoisted)
+                if name not in account.shared:
+                    account.shared[name] = regions.of_move(first, backward=backward, hoisted=hoisted)
+                region, kind = account.shared[name]
+            else:
+                region, kind = regions.of_move(value, backward=backward, hoisted=hoisted)
             share, sent = regions.share(region, kind), feature(kind, move.axis, axes)
             kernels, told = _features_of(whole[:, i], move.axis, axes, kind, share)
             account.add(region, KERNELS, kernels * times)

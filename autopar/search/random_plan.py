@@ -16,7 +16,17 @@ from torch import fx
 from autopar.costs.cluster import Cluster
 from autopar.ir.checkpoint_regions import SAVED
 from autopar.ir.graph import Value, is_backward, is_operator, values_of
-from autopar.ir.layout import Layout, Partial, Replicate, TensorType, divides, is_boundary_layout, replicated
+from autopar.ir.layout import (
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    TensorType,
+    TokensStay,
+    divides,
+    is_boundary_layout,
+    replicated,
+)
 from autopar.ir.plan import EVERY, Certificate, Plan
 from autopar.ir.program import Input, Program
 from autopar.sharding.candidates import REPLICATE, Strategy, layouts, lowerable, strategies
@@ -216,7 +226,7 @@ class _Drawing:
 
 
 def _draw(operator: Operator, have: Sequence[Layout], sizes: Sequence[int], choose: Choose) -> list[Strategy]:
-    """One strategy per axis: `Partial` only where the value is partial already, and only splits that divide."""
+    """One strategy per axis: `Partial` only where the value is or becomes partial, and only splits that divide."""
     every = strategies(operator)
     chosen: list[Strategy] = []
     for axis in range(len(sizes)):
@@ -227,15 +237,26 @@ def _draw(operator: Operator, have: Sequence[Layout], sizes: Sequence[int], choo
 
 
 def _reachable(operator: Operator, strategy: Strategy, have: Sequence[Layout], axis: int) -> bool:
-    """Whether the arguments can be moved to what a strategy reads: no redistribution makes a value partial."""
+    """Whether the arguments can be moved to what a strategy reads."""
     return all(
-        layout[axis] == wanted or (not isinstance(wanted, Partial) and type_.may_move(layout[axis], wanted))
+        _may_become(type_, layout[axis], wanted)
         for wanted, layout, type_ in zip(strategy.inputs, have, operator.inputs, strict=True)
     )
 
 
 def _movable(type_: TensorType, source: Layout, target: Layout) -> bool:
-    return all(a == b or type_.may_move(a, b) for a, b in zip(source, target, strict=True))
+    return all(_may_become(type_, a, b) for a, b in zip(source, target, strict=True))
+
+
+def _may_become(type_: TensorType, source: Placement, target: Placement) -> bool:
+    """Whether moves lead from one placement to another: to rows of own experts from all, and back through terms."""
+    if source == target:
+        return True
+    if isinstance(source, TokensStay):
+        return type_.may_move(source, Partial()) and _may_become(type_, Partial(), target)
+    if isinstance(target, TokensStay) and type_.routed and not isinstance(source, Replicate):
+        return _may_become(type_, source, Replicate()) and type_.may_move(Replicate(), target)
+    return not isinstance(target, Partial) and type_.may_move(source, target)
 
 
 def _fits(operator: Operator, chosen: Sequence[Strategy], sizes: Sequence[int]) -> bool:

@@ -68,7 +68,7 @@ def plan_of(
         choices=choices, consumer_layouts=consumer_layouts, optimizer=job.optimizer, fingerprint=program.fingerprint,
         torch=str(torch.__version__), certificate=certificate, recompute=recompute,
         offload=offload, forced_consumer_layouts=job.restrictions.forced_consumer_layouts,
-        fused=program.fused,
+        fused=program.fused, quantized=job.quantized, secondary=job.search.secondary, expert_load=job.search.load,
     )  # fmt: skip
 
 

@@ -8,14 +8,16 @@ from typing import Any
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes.pad_dims import pad
+from autopar.passes import as_planned
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.peak import peak_of
 from autopar.search.pipeline.stage_devices import devices_along, predicted_alone
 from autopar.search.pipeline.stage_peak import cut_again
 from autopar.search.predict import predict
+from autopar.sharding.assignment import all_moves, assign, machine_of
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
+from autopar.sharding.redistribute import Tables
 
 SAME = 1e-6
 """Figures that are this close, relatively, are the same: sums are in other orders."""
@@ -35,18 +37,46 @@ def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Pl
     Raises:
         PlanError: the plan does not fit the program.
     """
-    part = microbatch_program(program, plan.microbatches, deterministic=deterministic)
-    named = {spec.name for spec in part.inputs if spec.kind == "parameter"}
-    # A plan has all layers of a deep model, and the program three of them.
-    plan = replace(plan, padding={name: shape for name, shape in plan.padding.items() if name in named})
+    part, plan = _part_of(program, plan, deterministic)
     if plan.pipeline is not None:
         return _in_stages(part, plan)
-    padded = pad(part, plan.padding)
+    padded = as_planned(part, plan)
     dims = analyze(padded)
     classes = layer_classes(padded, dims)
     held = peak_of(padded, plan, classes) if plan.predicted.peak_bytes else {}
     found = predict(padded, dims, replace(plan, predicted=replace(plan.predicted, peak_bytes=held)), classes)
     return _with_objective(found, found.predicted.step_seconds)
+
+
+def _part_of(program: Program, plan: Plan, deterministic: bool) -> tuple[Program, Plan]:
+    """The program of one microbatch, and the plan with the padding of its parameters alone."""
+    part = microbatch_program(program, plan.microbatches, deterministic=deterministic)
+    named = {spec.name for spec in part.inputs if spec.kind == "parameter"}
+    # A plan has all layers of a deep model, and the program three of them.
+    return part, replace(plan, padding={name: shape for name, shape in plan.padding.items() if name in named})
+
+
+def sent_in_few_bits(program: Program, plan: Plan, *, deterministic: bool = False) -> set[tuple[str, str]]:
+    """Axes along which a plan sends messages in few bits, each with what these are of.
+
+    Args:
+        program: of the whole batch, as `autopar.compiler.solve` plans it.
+        plan: for this program.
+        deterministic: whether random numbers are those of one device.
+    """
+    if not plan.quantized:
+        return set()
+    part, plan = _part_of(program, plan.inner, deterministic)
+    padded = as_planned(part, plan)
+    dims = analyze(padded)
+    assignment = assign(padded, dims, plan, layer_classes(padded, dims))
+    moves = all_moves(padded, dims, assignment, Tables(machine_of(plan)))
+    return {
+        (plan.axis_names[m.axis], dims.types[value].message)
+        for value, counted in moves.items()
+        for m, _, _ in counted
+        if m.bits
+    }
 
 
 def _in_stages(part: Program, plan: Plan) -> Plan:

@@ -342,4 +342,5 @@ def _per_use_moves(program: Program, assignment: Assignment) -> Iterator[tuple[V
 def machine_of(plan: Plan) -> Machine:
     """The mesh that a plan is for."""
     links = plan.cluster.link_for(dict(plan.axes))
-    return Machine(plan.axis_names, plan.axis_sizes, links, plan.cluster.device)
+    sizes, device = plan.axis_sizes, plan.cluster.device
+    return Machine(plan.axis_names, sizes, links, device, quantized=plan.quantized, load=plan.expert_load)

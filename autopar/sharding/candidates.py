@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.layout import ByExpert, Layout, Partial, Placement, Replicate, Split, TensorType, divides
+from autopar.ir.layout import ByExpert, Layout, Partial, Placement, Replicate, Split, TensorType, TokensStay, divides
 from autopar.rules.remembered import remembered
 from autopar.sharding.dims import Operator
 
@@ -23,7 +23,8 @@ class Strategy:
 
     Attributes:
         name: stable name: ``R``, a letter and its factor ``m.0``, ``qk.0`` where two letters are split together,
-            ``s.0>`` where devices have the rows of their own experts, or ``P0`` for linear set 0.
+            ``s.0>`` where devices have the rows of their own experts, ``s.0=`` where these are of tokens that stay, or
+            ``P0`` for linear set 0.
         inputs: placement of each tensor argument.
         outputs: placement of each output.
         factor: ``(letter, index of its factor)`` that is split, or None; several letters if these are split together.
@@ -94,7 +95,8 @@ def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:
         complete = tuple(o for o in outputs if o is not None)
         if len(complete) == len(outputs):
             found.append(Strategy(f"{name}.{j}", tuple(inputs), complete, (name, j)))
-    return [*found, *(other for strategy in found if (other := _by_expert(operator, name, strategy)) is not None)]
+    kinds = itertools.product(found, (ByExpert, TokensStay))
+    return [*found, *(other for s, kind in kinds if (other := _by_expert(operator, name, s, kind)) is not None)]
 
 
 def _joint_strategy(operator: Operator, letters: str) -> Strategy | None:
@@ -116,15 +118,21 @@ def _joint_strategy(operator: Operator, letters: str) -> Strategy | None:
     return Strategy(f"{letters}.0", given, made, (letters, 0))
 
 
-def _by_expert(operator: Operator, name: str, strategy: Strategy) -> Strategy | None:
+BY_EXPERT: dict[type[ByExpert], str] = {ByExpert: ">", TokensStay: "="}
+"""What names of strategies end in that split rows by expert: of tokens that come from all devices, or that stay."""
+
+
+def _by_expert(operator: Operator, name: str, strategy: Strategy, kind: type[ByExpert]) -> Strategy | None:
     """The strategy that splits rows by the experts that devices have, beside one that splits them by tokens."""
     rule, letter = operator.rule, operator.letters[name]
     experts = {operator.inputs[i].experts for i, d, _ in letter.inputs if d in (operator.inputs[i].routed or ())}
-    # Numbers of rows are known when the graph runs only, and positions of routed tokens are not among an expert's rows.
-    if len(experts) != 1 or 0 in experts or name in (*rule.routed, *rule.keep):
+    # Positions of routed tokens are not among an expert's rows, unless every device has all tokens.
+    placed = bool(rule.positions) and kind is TokensStay
+    if len(experts) != 1 or 0 in experts or name in (*("" if placed else rule.routed), *rule.keep):
         return None
-    # Views take an open size; who counts elements, makes tensors of sizes or emits other code for them does not.
-    if rule.lower or rule.scaled or (rule.shapes and not rule.view):
+    # Numbers of rows are known when the graph runs only. Views take an open size; who counts elements, makes tensors of
+    # sizes or emits other code for them does not.
+    if rule.lower or (rule.scaled and not placed) or (rule.shapes and not rule.view):
         return None
     inputs, outputs = list(strategy.inputs), list(strategy.outputs)
     counts = rule.counts.get(name, ())
@@ -135,17 +143,22 @@ def _by_expert(operator: Operator, name: str, strategy: Strategy) -> Strategy | 
             here, made = side[i], types is operator.outputs
             if type_ is None or not dims:
                 continue
-            if isinstance(here, Split):
+            if isinstance(here, Split) and placed and here.dim not in (type_.routed or ()):
+                side[i] = Partial() if made else Replicate()
+            elif isinstance(here, Split):
                 if not made and here.dim not in (type_.routed or ()):
                     return None
-                side[i] = ByExpert(here.dim, here.factor)
+                side[i] = kind(here.dim, here.factor)
+                # Of the factors of tokens that stay one stands for all.
+                if kind is TokensStay and side[i] not in type_.by_expert:
+                    return None
             elif at and not made and i in counts:
-                side[i] = ByExpert(0, 0)
+                side[i] = kind(0, 0)
             elif at:
                 if len(type_.dims[at[0]]) != 1:
                     return None
                 side[i] = Split(at[0], 0)
-    return Strategy(f"{strategy.name}>", tuple(inputs), tuple(outputs), strategy.factor, *experts)
+    return Strategy(f"{strategy.name}{BY_EXPERT[kind]}", tuple(inputs), tuple(outputs), strategy.factor, *experts)
 
 
 @dataclass(frozen=True)
@@ -248,6 +261,7 @@ def split_parts(layout: Layout, sizes: Sequence[int]) -> int:
 
 
 def letter_parts(names: Sequence[str], letters: str, sizes: Sequence[int]) -> int:
-    """Into how many parts the product of some letters is cut under one strategy name an axis."""
-    split = [(n, name.partition(".")[0]) for name, n in zip(names, sizes, strict=True) if "." in name]
+    """Into how many parts some letters are cut under one strategy name an axis, tokens that stay into one."""
+    cut = [(name, n) for name, n in zip(names, sizes, strict=True) if name[-1] != BY_EXPERT[TokensStay]]
+    split = [(n, name.partition(".")[0]) for name, n in cut if "." in name]
     return math.prod(n for n, key in split if any(c in letters for c in key))

@@ -19,6 +19,8 @@ from autopar.ir.graph import Value, map_nodes, producer, user_line, values_of
 from autopar.ir.layout import Factor, TensorType
 from autopar.ir.node_info import info
 from autopar.ir.program import Call, Input, Output, Program
+from autopar.ir.quantized.axes import FLOATS
+from autopar.ir.quantized.messages import messages_of
 from autopar.rules.discover.search import discover
 from autopar.rules.discover.trials import DiscoveryCall
 from autopar.rules.routed import routed_values
@@ -131,8 +133,12 @@ def _analyze(program: Program) -> Dims:
     types = _types(program, expanded, factors)
     orders = routed_values(program.sources.items(), lambda node: equations[program.calls[node]][0])
     for value, order in orders.items():
-        experts = 0 if order.itself else int(cast(int, order.sort.args[2]))
-        types[value] = replace(types[value], routed=tuple(sorted(order.dims)), experts=experts)
+        experts = int(cast(int, order.sort.args[2]))
+        rows = tuple(sorted(order.dims))
+        types[value] = replace(types[value], routed=rows, experts=experts, order=order.itself)
+    for value, message in messages_of(program, lambda node: equations[program.calls[node]][0].view).items():
+        if value in types and types[value].dtype in FLOATS:
+            types[value] = replace(types[value], message=message)
     copied = likely_copies(program).arguments
     fused = fused_operators(program, lambda node: equations[program.calls[node]][0]) if program.fused else {}
     shared: dict[Any, Operator] = {}
@@ -142,7 +148,7 @@ def _analyze(program: Program) -> Dims:
         known = [
             types[v] for v in (*program.sources[node], *((node, i) for i in range(len(call.outputs)))) if v in types
         ]
-        kinds = tuple((type_.drawn, type_.routed, type_.experts) for type_ in known)
+        kinds = tuple((type_.drawn, type_.routed, type_.experts, type_.order, type_.message) for type_ in known)
         pattern, own = _pattern(program.sources[node], node, expanded, factors.size), fused.get(node)
         key = (call, pattern, copied.get(node, ()), own, kinds)
         if key not in shared:

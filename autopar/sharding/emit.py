@@ -11,11 +11,34 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import inherit_origin, producer
-from autopar.ir.layout import ByExpert, Layout, Split, TensorType, local_dims, local_shape, open_shape
+from autopar.ir.layout import (
+    ByExpert,
+    Layout,
+    Replicate,
+    Split,
+    TensorType,
+    imbalance_of,
+    local_dims,
+    local_shape,
+    open_shape,
+    owner_parts,
+)
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops import exchange, routing
 from autopar.ir.ops.collectives import Collective, axis_index, c10d
-from autopar.sharding.redistribute import WIRE, Machine, Move, exchanges, moved_bytes, reduces, sum_dtype
+from autopar.ir.quantized.operators import from_blocks, sum_from_blocks, to_blocks
+from autopar.sharding.redistribute import (
+    OWN_ROWS,
+    PLACE_ROWS,
+    WIRE,
+    Machine,
+    Move,
+    exchanges,
+    moved_bytes,
+    reduces,
+    shard_of,
+    sum_dtype,
+)
 
 aten = torch.ops.aten
 
@@ -25,20 +48,34 @@ def _product(*sizes: int) -> int:
     return -1 if -1 in sizes else math.prod(sizes)
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What is known of the rows of devices that split experts over some axes.
+
+    Attributes:
+        own: how many there are of each of a device's own experts.
+        sizes: of the messages along the last axis, or of the block of own rows.
+        order: of what comes along the last axis; None where tokens stay.
+    """
+
+    own: fx.Node
+    sizes: fx.Node
+    order: fx.Node | None
+
+
 class Exchanges:
     """What devices tell one another before they exchange rows: how many there are of each expert.
 
     Attributes:
         sorts: the operator that made the order that a value is in.
-        counts: by sort and by the axes over which experts are split: counts of a device's own experts, outermost axis
-            first; what came from the devices along the last axis; and the order of what comes from them.
+        counts: by sort and by the axes over which experts are split, outermost axis first.
         whole: by sort, counts of all experts among a device's own pairs.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         """Find the sorts, before moves come between operators."""
         self.sorts: dict[fx.Node, fx.Node] = {}
-        self.counts: dict[tuple[fx.Node, tuple[int, ...]], tuple[fx.Node, fx.Node, fx.Node]] = {}
+        self.counts: dict[tuple[fx.Node, tuple[int, ...]], Counts] = {}
         self.whole: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             source, _ = producer(node)
@@ -85,7 +122,8 @@ class MoveEmitter:
             result = self._call(aten.reshape.default, local, self._shape(self.move.target))
         else:
             # Sums in 16 bits would round after every device; `TensorType.reduce` says in which dtype to add.
-            widened = reduces(self.move.kind) and sum_dtype(self.type) != self.type.dtype
+            # Numbers in few bits are added up in float32 anyway.
+            widened = reduces(self.move.kind) and not self.move.bits and sum_dtype(self.type) != self.type.dtype
             local = self._cast(local, sum_dtype(self.type)) if widened else local
             result = getattr(self, f"_{self.move.kind}")(local)
             result = self._cast(result, self.type.dtype) if widened else result
@@ -118,12 +156,31 @@ class MoveEmitter:
         wire = None if reduces(self.move.kind) else WIRE.get(self.type.dtype)
         pairs = self.type.dtype.startswith("complex")
         local = self._cast(local, wire) if wire else self._as_pairs(local) if pairs else local
-        node = self._call(target, local, *args, self._axis)
-        size = moved_bytes(self.type, self.move, self.machine.sizes)
-        collective = Collective(self.move.kind, self._axis, size, gradient=self.gradient)
-        set_info(node, replace(info(node), collective=collective))
-        received = self._call(c10d.wait_tensor.default, node)
+        received = self._send(target, local, *args)
         return self._cast(received, self.type.dtype) if wire else self._from_pairs(received) if pairs else received
+
+    def _send(self, target: Any, local: fx.Node, *args: Any) -> fx.Node:
+        """A collective of a tensor as it is."""
+        node = self._call(target, local, *args, self._axis)
+        size = moved_bytes(self.type, self.move, self.machine.sizes, self.machine.load)
+        collective = Collective(self.move.collective, self._axis, size, gradient=self.gradient)
+        set_info(node, replace(info(node), collective=collective))
+        return self._call(c10d.wait_tensor.default, node)
+
+    def _gather_in_blocks(self, local: fx.Node) -> fx.Node:
+        """What the bytes of all devices stand for, this one's own included: all compute with the same numbers."""
+        count, bits = shard_of(self.type, self.move, self.machine.sizes), self.move.bits
+        sent = self._call(to_blocks, local, 1, bits)
+        received = self._send(c10d.all_gather_into_tensor.default, sent, self._parts)
+        return self._call(from_blocks, received, count, bits, getattr(torch, self.type.dtype))
+
+    def _scatter_in_blocks(self, terms: fx.Node) -> fx.Node:
+        """Terms go to the device whose shard they are of, which adds them up; ``terms`` has one block for each."""
+        count, bits = shard_of(self.type, self.move, self.machine.sizes), self.move.bits
+        sent = self._call(to_blocks, terms, self._parts, bits)
+        each = [1] * self._parts
+        received = self._send(c10d.all_to_all_single.default, sent, each, each)
+        return self._call(sum_from_blocks, received, count, bits, getattr(torch, self.type.dtype))
 
     def _as_pairs(self, local: fx.Node) -> fx.Node:
         """Complex numbers as real ones, twice as many along the last dim."""
@@ -150,6 +207,10 @@ class MoveEmitter:
     def _contiguous(self, local: fx.Node, shape: list[int]) -> fx.Node:
         return self._call(aten.contiguous.default, self._call(aten.reshape.default, local, shape))
 
+    def _view(self, numbers: fx.Node) -> fx.Node:
+        """Numbers in the shape of the target."""
+        return self._call(aten.reshape.default, numbers, self._shape(self.move.target))
+
     @staticmethod
     def _is_leading(position: Split, outer: int) -> bool:
         """Whether the devices' blocks of a split are blocks of dim 0, which collectives exchange as they are."""
@@ -172,7 +233,11 @@ class MoveEmitter:
         position = self.move.source[self.move.axis]
         assert isinstance(position, Split)
         outer, size, inner = self._sides(self.move.source, position)
-        if self._is_leading(position, outer):
+        leading = self._is_leading(position, outer)
+        if self.move.bits:
+            found = self._gather_in_blocks(local)
+            return self._view(found) if leading else self._from_front(found, outer, _product(size, inner))
+        if leading:
             ready = self._call(aten.contiguous.default, local)
             return self._communicate(c10d.all_gather_into_tensor.default, ready, self._parts)
         flat = self._contiguous(local, [outer, _product(size, inner)])
@@ -183,10 +248,15 @@ class MoveEmitter:
         position = self.move.target[self.move.axis]
         assert isinstance(position, Split)
         outer, size, inner = self._sides(self.move.source, position)
-        if self._is_leading(position, outer):
+        leading = self._is_leading(position, outer)
+        if leading and self.move.bits:
+            return self._view(self._scatter_in_blocks(local))
+        if leading:
             ready = self._call(aten.contiguous.default, local)
             return self._communicate(c10d.reduce_scatter_tensor.default, ready, "sum", self._parts)
         blocks = self._to_front(local, outer, _product(size // self._parts, inner))
+        if self.move.bits:
+            return self._view(self._scatter_in_blocks(blocks))
         mine = self._communicate(c10d.reduce_scatter_tensor.default, blocks, "sum", self._parts)
         return self._call(aten.reshape.default, mine, self._shape(self.move.target))
 
@@ -238,24 +308,35 @@ class MoveEmitter:
         sort = self.exchanges.sorts[self.source]
         if not self.type.routed:
             return self._own_ends(local, sort, axes)
-        _, received, order = self._counts(sort, axes)
-        sent = self._counts(sort, axes[:-1])[0] if len(axes) > 1 else self._whole_counts(sort)
-        rows, parts = local_shape(self.type, self.move.target, self.machine.sizes)[0], self._parts
+        counts = self._counts(sort, axes)
+        rows = self._most_rows(local_shape(self.type, self.move.target, self.machine.sizes)[0], self.move.target)
+        if self.move.kind in (OWN_ROWS, PLACE_ROWS):
+            take = exchange.own_rows if self.move.kind == OWN_ROWS else exchange.place_rows
+            return self._call(take, local, counts.sizes, rows)
         if isinstance(into, ByExpert):
-            came = self._communicate(exchange.exchange_rows, local, sent, received, parts, rows)
-            return self._call(aten.index_select.default, came, 0, order)
-        back = self._call(aten.index_select.default, local, 0, self._call(aten.argsort.default, order))
-        return self._communicate(exchange.exchange_rows, back, received, sent, parts, rows)
+            came = self._communicate(exchange.exchange_rows, local, counts.sizes, False, rows)
+            return self._call(aten.index_select.default, came, 0, counts.order)
+        back = self._call(aten.index_select.default, local, 0, self._call(aten.argsort.default, counts.order))
+        return self._communicate(exchange.exchange_rows, back, counts.sizes, True, rows)
+
+    _own_rows = _place_rows = _exchange
+
+    def _most_rows(self, rows: int, layout: Layout) -> int:
+        """So many rows in the mean are so many on the device that has most."""
+        return math.ceil(rows * imbalance_of(self.machine.load, owner_parts(layout, self.machine.sizes)))
 
     def _own_ends(self, local: fx.Node, sort: fx.Node, axes: tuple[int, ...]) -> fx.Node:
         """Where the rows of each of a device's own experts end."""
         pairs = zip(self.move.source, self.made, strict=True)
         if all(now == made or isinstance(now, ByExpert) for now, made in pairs):
-            counts = self._counts(sort, axes)[0]
+            counts = self._counts(sort, axes).own
         else:  # added up over other axes already
             first = self._call(aten.new_zeros.default, local, [1])
             counts = self._call(aten.diff.default, local, 1, -1, first)
-            counts = self._communicate(c10d.reduce_scatter_tensor.default, counts, "sum", self._parts)
+            if self.move.kind == OWN_ROWS:
+                counts = self._own_counts(counts, self._call(axis_index, self._axis), self._parts)
+            else:
+                counts = self._communicate(c10d.reduce_scatter_tensor.default, counts, "sum", self._parts)
         return self._cast(self._call(aten.cumsum.default, counts, 0), self.type.dtype)
 
     def _whole_counts(self, sort: fx.Node) -> fx.Node:
@@ -268,23 +349,36 @@ class MoveEmitter:
             self.exchanges.whole[sort] = self._call(exchange.count_experts, found, sort.args[2])
         return self.exchanges.whole[sort]
 
-    def _counts(self, sort: fx.Node, axes: tuple[int, ...]) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """What is known of the rows of devices that split experts over some axes, see `Exchanges`."""
+    def _own_counts(self, counts: fx.Node, index: fx.Node, parts: int) -> fx.Node:
+        """Of counts of experts, those of one of so many devices."""
+        return self._call(aten.select.int, self._call(aten.reshape.default, counts, [parts, -1]), 0, index)
+
+    def _counts(self, sort: fx.Node, axes: tuple[int, ...]) -> Counts:
+        """What is known of the rows of devices that split experts over some axes."""
         assert self.exchanges is not None
-        known = self.exchanges.counts
-        if (sort, axes) not in known:
-            sent = self._counts(sort, axes[:-1])[0] if len(axes) > 1 else self._whole_counts(sort)
-            parts = self.machine.sizes[axes[-1]]
-            axis = self.machine.names[axes[-1]]
-            size = self.type.experts // math.prod(self.machine.sizes[a] for a in axes)
-            told = self._call(c10d.all_to_all_single.default, sent, [size] * parts, [size] * parts, axis)
-            collective = Collective("all_to_all", axis, 8.0 * size * parts)
-            set_info(told, replace(info(told), collective=collective))
-            received = self._call(c10d.wait_tensor.default, told)
-            pairs = sort.meta["val"][1].numel()
-            split = math.prod(
-                n for p, n in zip(info(sort).layout(1), self.machine.sizes, strict=True) if isinstance(p, Split)
-            )
-            order = self._call(exchange.arrivals, received, parts, pairs // split)
-            known[sort, axes] = (self._call(exchange.owned_counts, received, parts), received, order)
-        return known[sort, axes]
+        if (sort, axes) not in self.exchanges.counts:
+            # Where all devices sort the same tokens, these stay.
+            stay = [a for a in axes if isinstance(info(sort).layout(1)[a], Replicate)]
+            sent = self._counts(sort, axes[:-1]).own if len(axes) > 1 else self._whole_counts(sort)
+            made = self._count_own(sent, axes[-1]) if axes[-1] in stay else self._count_sent(sent, sort, axes, stay)
+            self.exchanges.counts[sort, axes] = made
+        return self.exchanges.counts[sort, axes]
+
+    def _count_own(self, counts: fx.Node, axis: int) -> Counts:
+        parts, index = self.machine.sizes[axis], self._call(axis_index, self.machine.names[axis])
+        own = self._own_counts(counts, index, parts)
+        return Counts(own, self._call(exchange.own_block, counts, parts, index), None)
+
+    def _count_sent(self, sent: fx.Node, sort: fx.Node, axes: tuple[int, ...], stay: list[int]) -> Counts:
+        sizes = self.machine.sizes
+        axis, parts = self.machine.names[axes[-1]], sizes[axes[-1]]
+        size = self.type.experts // math.prod(sizes[a] for a in axes)
+        told = self._call(c10d.all_to_all_single.default, sent, [size] * parts, [size] * parts, axis)
+        set_info(told, replace(info(told), collective=Collective("all_to_all", axis, 8.0 * size * parts)))
+        received = self._call(c10d.wait_tensor.default, told)
+        split = [n for p, n in zip(info(sort).layout(1), sizes, strict=True) if isinstance(p, Split)]
+        rows = sort.meta["val"][1].numel() // math.prod([*split, *(sizes[a] for a in stay)])
+        rows = math.ceil(rows * imbalance_of(self.machine.load, math.prod(sizes[a] for a in axes)))
+        order = self._call(exchange.arrivals, received, parts, rows)
+        counted = self._call(exchange.message_sizes, sent, received, parts)
+        return Counts(self._call(exchange.owned_counts, received, parts), counted, order)

@@ -14,6 +14,7 @@ from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import COALESCED, c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.program import GRADIENTS, Program, draws
+from autopar.ir.quantized.operators import QUANTIZERS
 
 aten = torch.ops.aten
 
@@ -21,7 +22,7 @@ _KEEPS_VALUES = frozenset({
     aten.reshape.default, aten.permute.default, aten.contiguous.default, aten.clone.default, aten._to_copy.default,
     aten.narrow.default, aten.select.int, aten.cat.default, operator.getitem, accumulate, c10d.wait_tensor.default,
     c10d.all_reduce.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default,
-    c10d.all_gather_into_tensor.default, *COALESCED.values(),
+    c10d.all_gather_into_tensor.default, *COALESCED.values(), *QUANTIZERS,
 })  # fmt: skip
 """What a gradient passes on its way into its parameter's layout."""
 

@@ -92,5 +92,5 @@ def _detail(operator: Operator, call: Call) -> tuple[str, str]:
 
 def _signature(type_: TensorType) -> str:
     """A type without names: they may differ between layers."""
-    routed = "" if type_.routed is None else f"@{type_.routed}{type_.experts}"
+    routed = "" if type_.routed is None else f"@{type_.routed}{type_.experts}{'=' * type_.order}"
     return f"{type_.dtype}{type_.reduce}{[[f.size for f in dim] for dim in type_.dims]}{routed}".replace(" ", "")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.costs.kernels import kernel_seconds
+from autopar.costs.kernels import host_wait_seconds, kernel_seconds
 from autopar.ir.graph import values_of
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import Collective
+from autopar.ir.ops.exchange import HOST_WAITS
 from autopar.sharding.candidates import candidates
 from autopar.sharding.lowered.cost import emitted_work
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
@@ -36,11 +37,12 @@ class NodeSeconds:
                 return 0.0, 0.0
             dtypes = (str(v.dtype).removeprefix("torch.") for v in values_of(node) if v is not None)
             dtype = next((d for d in dtypes if d in device.flops), "float32")
-            return float(kernel_seconds(work, dtype, device)[0]), 1.0
+            waits = host_wait_seconds(device) if node.target in HOST_WAITS else 0.0
+            return float(kernel_seconds(work, dtype, device)[0]) + waits, 1.0
         if (operator, names) not in self._known:
             chosen = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
             # Copies of its inputs have nodes of their own.
-            kernel = operator_work(operator, chosen, self.machine.sizes)
+            kernel = operator_work(operator, chosen, self.machine.sizes, self.machine.load)
             seconds = float(kernel_seconds(kernel, arithmetic_dtype(operator, device), device)[0])
             self._known[operator, names] = seconds, float(kernel.launches[0])
         return self._known[operator, names]

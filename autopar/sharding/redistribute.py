@@ -1,7 +1,8 @@
 """Redistribution: the cheapest sequence of single-axis moves from one layout of a tensor to another.
 
-Moves are all-gather, reduce-scatter, all-reduce, all-to-all (also of rows by their experts) and a local slice. Axes
-that split one factor nest in mesh order, so only the innermost of them can be moved. All pairs are found at once:
+Moves are all-gather, reduce-scatter, all-reduce, all-to-all (also of rows by their experts), and local ones: a slice,
+the rows of a device's own experts, and these put where they were among the others. Axes that split one factor nest in
+mesh order, so only the innermost of them can be moved. All pairs are found at once:
 Floyd-Warshall over the tensor's layouts (R. W. Floyd, "Algorithm 97: Shortest path", 1962), in numpy.
 """
 
@@ -17,8 +18,24 @@ from numpy.typing import NDArray
 
 from autopar.costs.cluster import Device, Link
 from autopar.costs.collectives import COLLECTIVES
-from autopar.ir.layout import ByExpert, Factor, Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
+from autopar.costs.kernels import host_wait_seconds
+from autopar.costs.outer_exchange import dequantizing, quantized_bytes, quantizing
+from autopar.ir.layout import (
+    ByExpert,
+    Factor,
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Split,
+    TensorType,
+    TokensStay,
+    imbalance_of,
+    item_bytes,
+    owner_parts,
+)
 from autopar.ir.ops.collectives import Collective
+from autopar.ir.quantized.axes import GRADIENTS, WEIGHTS, QuantizedAxis
 from autopar.rules.remembered import remembered
 from autopar.sharding.candidates import layouts, split_parts
 
@@ -28,6 +45,10 @@ Kinds = frozenset[str]
 PIECES, MOST_UNITS = 8, 64
 """A sum over devices may be cut anywhere: into so many pieces, or fewer where rows do not divide. Of more units than
 the second no chunks are looked for: each would be sent in a message of its own."""
+
+SLICE, OWN_ROWS, PLACE_ROWS = "slice", "own_rows", "place_rows"
+LOCAL_MOVES = (SLICE, OWN_ROWS, PLACE_ROWS)
+"""Kinds of moves that send nothing."""
 
 WIRE = {"bool": "uint8", "int16": "int32"}
 """What dtypes are sent as that Gloo does not support; complex ones are sent as pairs."""
@@ -42,12 +63,20 @@ class Machine:
         sizes: devices along each axis.
         links: the link that a collective along each axis uses.
         device: what each device can do.
+        quantized: along which axes messages are in few bits.
+        load: of experts, see `autopar.ir.layout.imbalance_of`.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
     device: Device
+    quantized: tuple[QuantizedAxis, ...] = ()
+    load: tuple[float, ...] = ()
+
+    def bits(self, axis: int, what: str) -> int:
+        """Of each number of such messages along an axis; 0: whole numbers."""
+        return next((q.bits(what) for q in self.quantized if q.axis == self.names[axis]), 0)
 
     def seconds(self, made: Collective) -> float:
         """Seconds of a collective, its launch and what kernels wait for it besides included."""
@@ -60,16 +89,24 @@ class Move:
     """One single-axis step of a redistribution.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` (to and from experts, too), ``slice``.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` (to and from experts, too), or one of
+            `LOCAL_MOVES`.
         axis: index of the mesh axis.
         source: layout before.
         target: layout after.
+        bits: of each number that is sent; 0: all of them. Terms of a sum are then exchanged, and added up afterwards.
     """
 
     kind: str
     axis: int
     source: Layout
     target: Layout
+    bits: int = 0
+
+    @property
+    def collective(self) -> str:
+        """The kind of the collective."""
+        return "all_to_all" if self.bits and self.kind == "reduce_scatter" else self.kind
 
 
 def exchanges(source: Placement, target: Placement) -> bool:
@@ -79,6 +116,10 @@ def exchanges(source: Placement, target: Placement) -> bool:
 
 def move_kind(source: Placement, target: Placement) -> str | None:
     """The collective that turns one placement into another on one axis; None if there is none."""
+    if isinstance(target, TokensStay):
+        return OWN_ROWS
+    if isinstance(source, TokensStay):
+        return PLACE_ROWS
     if exchanges(source, target):
         return "all_to_all"
     # Nothing becomes Partial: whoever takes the terms would only have to add them up again.
@@ -86,7 +127,7 @@ def move_kind(source: Placement, target: Placement) -> str | None:
         return {Replicate: "all_gather", Split: "all_to_all"}.get(type(target))
     if isinstance(source, Partial):
         return {Replicate: "all_reduce", Split: "reduce_scatter"}.get(type(target))
-    return "slice" if isinstance(target, Split) else None
+    return SLICE if isinstance(target, Split) else None
 
 
 def innermost(layout: Layout, axis: int) -> bool:
@@ -107,11 +148,27 @@ def sum_dtype(type_: TensorType) -> str:
     return type_.reduce or type_.dtype
 
 
-def moved_bytes(type_: TensorType, move: Move, sizes: Sequence[int]) -> float:
+def held_parts(layout: Layout, sizes: Sequence[int], load: Sequence[float] = ()) -> float:
+    """What a tensor's size is divided by on the device that holds most of it under a layout."""
+    return split_parts(layout, sizes) / imbalance_of(load, owner_parts(layout, sizes))
+
+
+def moved_bytes(type_: TensorType, move: Move, sizes: Sequence[int], load: Sequence[float] = ()) -> float:
     """Bytes by which the move's collective is charged: the larger of the local tensors before and after."""
+    if move.bits:
+        return sizes[move.axis] * quantized_bytes(shard_of(type_, move, sizes), move.bits)
     # Terms are cast to the dtype of the sum before they are sent.
     whole = type_.numel * item_bytes(sum_dtype(type_) if reduces(move.kind) else type_.dtype)
-    return whole / min(split_parts(move.source, sizes), split_parts(move.target, sizes))
+    return whole / min(held_parts(layout, sizes, load) for layout in (move.source, move.target))
+
+
+def shard_of(type_: TensorType, move: Move, sizes: Sequence[int]) -> int:
+    """Elements of the smaller of the local tensors before and after a move."""
+    return type_.numel // max(split_parts(move.source, sizes), split_parts(move.target, sizes))
+
+
+_QUANTIZED = {"all_gather": WEIGHTS, "reduce_scatter": GRADIENTS}
+"""Kinds of moves that may be in few bits, and what they are of then."""
 
 
 class Redistributions:
@@ -131,7 +188,10 @@ class Redistributions:
         every = (
             (source, axis, other) for source in self.layouts for axis in range(len(source)) for other in placements
         )
-        return [move for source, axis, other in every if (move := self._move(source, axis, other)) is not None]
+        found = [move for source, axis, other in every if (move := self._move(source, axis, other)) is not None]
+        # An all-reduce would get around few bits: where these are asked for it is a reduce-scatter and a gather.
+        fewer = {(m.source, m.axis) for m in found if m.bits and m.kind == "reduce_scatter"}
+        return [m for m in found if m.kind != "all_reduce" or (m.source, m.axis) not in fewer]
 
     def _move(self, source: Layout, axis: int, other: Placement) -> Move | None:
         """The move that gives an axis another placement; None if there is none."""
@@ -152,12 +212,24 @@ class Redistributions:
             return None
         if not kind or target not in self.index or not (isinstance(other, Replicate) or innermost(target, axis)):
             return None
-        return Move(kind, axis, source, target)
+        return self._in_few_bits(Move(kind, axis, source, target))
+
+    def _in_few_bits(self, move: Move) -> Move:
+        """The move as it is made where its message may be in few bits, if it is smaller then."""
+        what = _QUANTIZED.get(move.kind, "")
+        if not what or what != self.type.message or self.machine.sizes[move.axis] == 1:
+            return move
+        if ByExpert in (type(move.source[move.axis]), type(move.target[move.axis])):
+            return move
+        fewer = replace(move, bits=self.machine.bits(move.axis, what))
+        sent, whole = (moved_bytes(self.type, m, self.machine.sizes) for m in (fewer, move))
+        return fewer if fewer.bits and sent < whole else move
 
     @cached_property
-    def parts(self) -> NDArray[np.int64]:
-        """Into how many blocks each layout cuts the tensor."""
-        return np.array([split_parts(layout, self.machine.sizes) for layout in self.layouts], dtype=np.int64)
+    def parts(self) -> NDArray[np.float64]:
+        """Into how many blocks each layout cuts the tensor; less where some devices' experts have more rows."""
+        sizes, load = self.machine.sizes, self.machine.load
+        return np.array([held_parts(layout, sizes, load) for layout in self.layouts], dtype=np.float64)
 
     def move_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """Time of each move: what `autopar.sharding.emit.MoveEmitter` emits, collective and kernels, with launches."""
@@ -171,13 +243,13 @@ class Redistributions:
         seconds = np.zeros(len(moves))
         groups: dict[tuple[str, int], list[int]] = {}
         for i, move in enumerate(moves):
-            groups.setdefault((move.kind, move.axis), []).append(i)
-        size = np.array([moved_bytes(self.type, m, self.machine.sizes) for m in moves])
+            groups.setdefault((move.collective, move.axis), []).append(i)
+        size = np.array([moved_bytes(self.type, m, self.machine.sizes, self.machine.load) for m in moves])
         for (kind, axis), members in groups.items():
             # Along an axis of one device nothing is emitted; no move is free, or plans could make it at will.
             if self.machine.sizes[axis] == 1:
                 seconds[members] += launch
-            elif kind != "slice":
+            elif kind not in LOCAL_MOVES:
                 ring = COLLECTIVES[kind](size[members], self.machine.sizes[axis], links[axis])
                 seconds[members] += ring + launch
         return seconds
@@ -189,7 +261,7 @@ class Redistributions:
     def waits(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """For how long kernels wait for the collective of each move besides, where it does not hide."""
         sizes, links = self.machine.sizes, self.machine.links
-        return np.array([links[m.axis].wait if m.kind != "slice" and sizes[m.axis] > 1 else 0.0 for m in moves])
+        return np.array([links[m.axis].wait if m.kind not in LOCAL_MOVES and sizes[m.axis] > 1 else 0.0 for m in moves])
 
     def local_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """The part of each move that the device's own kernels take: casts, and copies to and from a collective's order.
@@ -207,21 +279,50 @@ class Redistributions:
         ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64)
         source, target = (self.type.numel / self.parts[ends]).T
         moved = source * (cast + 2 * sent * before) + target * (cast + 2 * own * after)
-        seconds = moved / (device.bandwidth * device.streaming) + (2 * (cast > 0) + before + after) * device.launch
+        kernels = 2 * (cast > 0) + before + after
+        for i, move in enumerate(moves):
+            if move.bits:
+                moved[i], kernels[i] = self._quantizing(move, int(before[i]), int(after[i]))
+        seconds = moved / (device.bandwidth * device.streaming) + kernels * device.launch
+        # Counts of experts' rows are moved once for all rows that are sorted together, and the host waits for them.
+        if self.type.experts and not self.type.routed:
+            waits = [isinstance(m.target[m.axis], ByExpert) for m in moves]
+            seconds = seconds + host_wait_seconds(device) * np.array(waits, dtype=np.float64)
         # Along an axis of one device nothing is emitted.
         return np.asarray(np.where([self.machine.sizes[m.axis] > 1 for m in moves], seconds, 0.0), dtype=np.float64)
+
+    def _quantizing(self, move: Move, before: int, after: int) -> tuple[float, int]:
+        """Bytes that kernels move where a message is in few bits, and how many kernels there are.
+
+        Args:
+            move: the move.
+            before: copies of what is moved.
+            after: copies of the result.
+        """
+        own, parts = item_bytes(self.type.dtype), self.machine.sizes[move.axis]
+        shard = shard_of(self.type, move, self.machine.sizes)
+        if move.kind == "all_gather":
+            ways, copied = (quantizing(shard, own, move.bits), dequantizing(parts * shard, own, move.bits)), after
+        else:
+            whole = parts * shard
+            ways = quantizing(whole, own, move.bits), dequantizing(whole, own, move.bits, rows=parts)
+            copied = before
+        moved, kernels = (sum(column) for column in zip(*ways, strict=True))
+        return moved + 2 * own * parts * shard * copied, int(kernels) + before + after
 
     def _items(self, move: Move) -> tuple[int, int]:
         """Bytes of an element as it is copied before a move, and as it is read and written by a cast; 0 for no cast."""
         own, sent = self.type.dtype, sum_dtype(self.type) if reduces(move.kind) else self.type.dtype
         if sent != own:
             return item_bytes(sent), item_bytes(own) + item_bytes(sent)
-        wired = own in WIRE and not reduces(move.kind) and move.kind != "slice"
+        wired = own in WIRE and not reduces(move.kind) and move.kind not in LOCAL_MOVES
         return item_bytes(own), item_bytes(own) + item_bytes(WIRE[own]) if wired else 0
 
     def _copies_before(self, move: Move) -> int:
         """Copies of what is moved: the factor that is split comes first, and all is row-major."""
         into = move.target[move.axis]
+        if move.kind in (OWN_ROWS, PLACE_ROWS):
+            return int(move.kind == PLACE_ROWS)
         if exchanges(move.source[move.axis], into):  # back into the order in which rows came
             return int(not isinstance(into, ByExpert))
         if move.kind in ("reduce_scatter", "all_to_all") and self._outer(move.source, into) > 1:
@@ -232,11 +333,13 @@ class Redistributions:
         """Copies of the result: the factor that was split comes back to its place; a slice is one, or two."""
         kind, out, into = move.kind, move.source[move.axis], move.target[move.axis]
         count = int(self.type.relaid > 1)
+        if kind in (OWN_ROWS, PLACE_ROWS):
+            return 1
         if exchanges(out, into):  # into the order of experts
             return count + isinstance(into, ByExpert)
         if kind in ("all_gather", "all_to_all"):
             count += self._outer(move.source if kind == "all_gather" else move.target, out) > 1
-        if kind == "slice":
+        if kind == SLICE:
             assert isinstance(into, Split)
             # Before its own there is another one where blocks of other factors of its dim do not follow one another.
             outer, end = self._outer(move.target, into), self._outer(move.target, Split(into.dim + 1))
@@ -289,6 +392,21 @@ class Redistributions:
     def seconds(self) -> NDArray[np.float64]:
         """``[layouts, layouts]``: time from row to column; inf where there is none (nothing becomes Partial)."""
         return self._solved[0]
+
+    @cached_property
+    def sliced(self) -> NDArray[np.bool_]:
+        """``[layouts, layouts]``: whether nothing is sent along the path from row to column."""
+        distance, step, arcs = self._solved
+        local = np.eye(len(self.layouts), dtype=bool)
+        for end, move in arcs.items():
+            local[end] = move.kind == "slice"
+        at, target = step, np.arange(len(self.layouts))[None, :]
+        found: NDArray[np.bool_] = np.isfinite(distance) & np.take_along_axis(local, at, 1)
+        while (at != target).any():
+            following = np.where(np.isfinite(distance), step[at, target], target)
+            found &= local[at, following]
+            at = following
+        return found
 
     def apart(self, chunks: Kinds = frozenset()) -> NDArray[np.float64]:
         """``[2 + 3 axes, layouts, layouts]``: along each path seconds as `chunked_seconds` tells them apart."""
@@ -362,8 +480,9 @@ class Redistributions:
             if i in gone:
                 found[:, i] = 0
             elif units[i] > 1:
-                size, link = moved_bytes(self.type, move, self.machine.sizes), self.machine.links[move.axis]
-                first = float(COLLECTIVES[move.kind](size / units[i], self.machine.sizes[move.axis], link))
+                size = moved_bytes(self.type, move, self.machine.sizes, self.machine.load)
+                link = self.machine.links[move.axis]
+                first = float(COLLECTIVES[move.collective](size / units[i], self.machine.sizes[move.axis], link))
                 first = min(first + self.machine.device.launch, float(sent[i]))
                 found[1 + axes + move.axis, i] = sent[i] - first
                 found[0, i], found[1 + move.axis, i], found[1 + 2 * axes + move.axis, i] = 0, first, 0
@@ -450,7 +569,8 @@ class Tables:
         """The table of a type; types that differ in names or padding only share one."""
         # Names and padding change no cost. With them left out, thousands of tensors need a few tables.
         plain = tuple(tuple(Factor("", f.size) for f in dim) for dim in type_.dims)
-        return _table(replace(type_, dims=plain, used=(), drawn=False), self.machine)
+        message = type_.message if self.machine.quantized else ""
+        return _table(replace(type_, dims=plain, used=(), drawn=False, message=message), self.machine)
 
 
 @remembered(256)

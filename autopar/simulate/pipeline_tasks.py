@@ -27,11 +27,12 @@ def pipeline(
     before: ArrayLike = 0.0,
     after: ArrayLike = 0.0,
     received: Mapping[Action, Action | None] | None = None,
+    occupied: ArrayLike = 0.0,
 ) -> list[Task]:
     """Tasks of a pipelined step.
 
     What a stage sends arrives ``communication`` seconds after it was computed, or later where the receiver's stream of
-    that direction is still busy with an earlier message. It keeps neither device from computing.
+    that direction is still busy with an earlier message. It keeps both devices from computing for ``occupied`` seconds.
 
     Args:
         order: what each device does, from `autopar.pipeline.schedules.order` or of another schedule.
@@ -47,6 +48,8 @@ def pipeline(
         after: seconds that it works after its last.
         received: after which action of its device the receive for an action begins, see
             `autopar.simulate.p2p_order`; default: as soon as it is sent, whatever the device does.
+        occupied: seconds that a message between a stage and the next takes from each of the two devices; a number, or
+            one for each stage but the last. Both ends' actions take so much longer.
 
     Raises:
         ValueError: there are neither one nor as many numbers as stages, or the order is not one of a whole step.
@@ -56,6 +59,7 @@ def pipeline(
     durations = _durations(forward, backward_input, backward_weight, stages)
     changes = _changes(saved, saved_for_weight, stages)
     needed = arrivals(order, devices, communication)
+    more = _occupied(needed, occupied, stages)
     tasks = _once("before all microbatches", before, len(order), host)
     position = _positions(needed, len(tasks))
     for action, (source, delay) in needed.items():
@@ -69,7 +73,7 @@ def pipeline(
             tasks.append(Task(f"receive for {name}", device, stream, delay, sources, COMMUNICATION, host))
             sources = (len(tasks) - 1,)
         seconds, size = float(durations[action.kind][action.stage]), float(changes[action.kind][action.stage])
-        tasks.append(_action_task(name, device, seconds, size, sources, host))
+        tasks.append(_action_task(name, device, seconds + more[action], size, sources, host))
     return tasks + _once("after all microbatches", after, len(order), host)
 
 
@@ -81,6 +85,19 @@ def _positions(needed: Mapping[Action, tuple[Action | None, float]], count: int)
         count += 2 if delay else 1  # one with a delay has a task that receives in front of it
         position[action] = count - 1
     return position
+
+
+def _occupied(
+    needed: Mapping[Action, tuple[Action | None, float]], occupied: ArrayLike, stages: int
+) -> Mapping[Action, float]:
+    """Seconds that messages add to each action, of what it receives and of what it sends."""
+    each = _each("occupied", occupied, stages - 1)
+    found = dict.fromkeys(needed, 0.0)
+    for action, (source, delay) in needed.items():
+        if source is not None and delay:
+            for end in (source, action):
+                found[end] += float(each[min(source.stage, action.stage)])
+    return found
 
 
 def _action_task(name: str, device: int, seconds: float, size: float, sources: tuple[int, ...], host: float) -> Task:

@@ -58,7 +58,7 @@ class EquivalenceReport:
             attributes that the model writes.
         capture_error: largest difference between the captured graph and the eager model; NaN where they were not
             compared.
-        plan: the plan that was run.
+        plan: the plan that was run. What it sends in few bits (`Plan.quantized`) was sent whole.
         program: the rewritten program.
         reference: ``eager``, or ``captured graph`` where the plain model cannot be called in the dtype, or draws other
             random numbers.

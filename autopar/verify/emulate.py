@@ -216,9 +216,9 @@ def _all_to_all(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) 
 
 
 def _exchange_rows(node: fx.Node, values: list[Any], groups: list[Group]) -> list[torch.Tensor]:
-    results: list[torch.Tensor] = [rows for rows, _, _ in values]
+    results: list[torch.Tensor] = [rows for rows, _ in values]
     for group in groups:
-        blocks = [rows.split(block_sizes(rows, sent, received, len(group))[0]) for rows, sent, received in
+        blocks = [rows.split(block_sizes(rows, sizes, bool(node.args[2]))[0]) for rows, sizes in
                   (values[r] for r in group)]  # fmt: skip
         for i, r in enumerate(group):
             results[r] = torch.cat([b[i] for b in blocks])
@@ -278,7 +278,7 @@ _COLLECTIVES: dict[Any, Callable[[fx.Node, list[Any], list[Group]], list[Any]]] 
     reduce_rows_: _reduce_rows,
 }
 
-_SEVERAL = {exchange_rows: 3, gather_rows_: 2, scatter_rows_: 2, reduce_rows_: 2}
+_SEVERAL = {exchange_rows: 2, gather_rows_: 2, scatter_rows_: 2, reduce_rows_: 2}
 """How many tensors a collective takes, if more than one: which rows go where depends on what is counted."""
 
 

@@ -110,6 +110,15 @@ class EmulatedStep:
                 results.append(self._whole(outputs))
         return self._joined(results)
 
+    def run_on_one_device(self, part: Program) -> list[Whole | None]:
+        """The same of the program of one microbatch before it is rewritten: one device has all of its rows."""
+        totals, results, whole = GradientAccumulator(), [], as_dtype(part, self.dtype)
+        for turn in range(self.local.part.count):
+            with totals.microbatch(), default_dtype(self.dtype):
+                outputs = run_whole(whole, self.inputs(part, turn))
+            results.append([None if value is None else (value, 0.0) for value in outputs])
+        return self._joined(results)
+
     def _whole(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[Whole | None]:
         last, sizes = info(self.local.output_node), self.plan.inner.axis_sizes
         return [

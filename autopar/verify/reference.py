@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.capture import Batch, LossFunction
 from autopar.ir.ops.random import generator_states, same_numbers
+from autopar.ir.ops.sequence.flex_attention import by_parts
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
 from autopar.ir.shards import largest_difference
@@ -84,7 +85,9 @@ def reference_of(
     graph, first_state = captured_calls(program, given, dtype, calls)
     # Any error: eager code of users fails in float64 in as many ways as there are models.
     try:
-        eager = eager_calls(model, batch, program, tangents, loss_fn=loss_fn, loss=loss, dtype=dtype, calls=calls)
+        # Torch's own flex_attention has no gradients on a CPU.
+        with by_parts():
+            eager = eager_calls(model, batch, program, tangents, loss_fn=loss_fn, loss=loss, dtype=dtype, calls=calls)
     except Exception as e:
         note = f"the model does not run in {dtype} in eager mode ({type(e).__name__}: {str(e).splitlines()[0:1]})"
         own = _own_error(model, batch, program, given, tangents, loss_fn, policy, loss, calls)

@@ -14,25 +14,37 @@ from torch import fx, nn
 from autopar.capture import Batch, LossFunction
 from autopar.capture.state.record import Record
 from autopar.capture.state.slots import state_tensors
-from autopar.compiler import BATCH, captured, check_planning, part_of_worker, rewrite, solve
+from autopar.compiler import BATCH, captured, check_planning, in_canonical_form, part_of_worker, rewrite, solve
 from autopar.costs.arguments import AXES, FLAG, a, require, whole
 from autopar.costs.cluster import Cluster
 from autopar.errors import VerifyError
+from autopar.ir.ops.random import generator_states, same_numbers
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import STATELESS, Input, Program, State
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
 from autopar.ir.structure import same_graph
-from autopar.passes import DETERMINISTIC_PASSES, with_any_strides
+from autopar.passes import DETERMINISTIC_PASSES, with_any_strides, with_whole_numbers
 from autopar.passes.canonicalize import canonical
+from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import MICROBATCHES as COUNT
 from autopar.search.options import OFFLOAD, Search
 from autopar.verify.compare import EquivalenceReport, compare
-from autopar.verify.eager import CALLS, Key, copied
+from autopar.verify.eager import CALLS, EagerCall, Key, copied
+from autopar.verify.emulate_step import EmulatedStep
 from autopar.verify.first_difference import CAPTURE, at_output
 from autopar.verify.live_copy import LiveCopy
-from autopar.verify.reference import captured_calls, in_one_dtype, reference_of, tensor_error
+from autopar.verify.reference import (
+    CAPTURED,
+    Reference,
+    captured_calls,
+    carried,
+    carries,
+    in_one_dtype,
+    reference_of,
+    tensor_error,
+)
 
 __all__ = ["EquivalenceReport", "capture_error", "compare", "global_values", "tensor_error", "verify"]
 
@@ -54,6 +66,8 @@ def verify(
 ) -> EquivalenceReport:
     """Compare a plan's program, on an emulated mesh, with the plain model in eager mode, over two calls in a row.
 
+    Messages that the plan sends in few bits (`Plan.quantized`) are sent whole: what they lose is no error of the graph.
+
     Args:
         model: with real parameters; it is not changed.
         batch: tuple or dict of real tensors, the global batch.
@@ -66,7 +80,8 @@ def verify(
         pins: of the same, see `Search`; they come before ``microbatches``.
         seed: of the random plan and of the tangents of outputs that are no loss.
         dtype: in which everything is computed.
-        precision: policy whose casts the program has; they too become ``dtype``.
+        precision: policy whose casts the program has; they too become ``dtype``. With float8 linear layers a plan is
+            compared with these on one device, and the capture, without them, with the eager model.
         random_strides: give every tensor random strides: results must not depend on the memory layout of tensors.
 
     Raises:
@@ -90,26 +105,31 @@ def verify(
     policy = Precision.resolve(precision)
     # In two steps, so that a difference can be told to come from the capture or from the canonical form.
     graph = captured(model, batch, loss_fn=loss_fn, loss=loss, precision=policy)
-    program = canonical(graph)
+    program = in_canonical_form(graph, policy)
     values = global_values(program, model, batch, seed)
     plan = _plan(program, axes, plan, seed, pins or {COUNT: microbatches})
     # All ranks draw what one device would: with other random numbers nothing could be compared.
     passes = DETERMINISTIC_PASSES
     if random_strides:
         passes = with_any_strides(passes)
-    local = rewrite(program, plan, passes=passes)
+    local = rewrite(program, plan, passes=with_whole_numbers(passes))
     given = in_one_dtype(program, values, dtype)
     capture = functools.partial(captured, batch=batch, loss_fn=loss_fn, loss=loss, precision=policy)
     before = Record(model)
     calls, later = _second_call(graph, model, given, dtype, capture)
     before.restore()  # calls change globals, of which there are no copies
     # A graph as captured draws in the order of strides that tensors happen to have; in canonical form as eager does.
-    raw = program if any(_is_random(n) for n in graph.graph.graph.nodes) else graph
+    raw = canonical(graph) if any(_is_random(n) for n in graph.graph.graph.nodes) else graph
     reference = reference_of(model, batch, raw, given, dtype, loss_fn, policy, loss, calls)
+    located: Program | None = graph
+    if program.float8:
+        # Eager mode has no float8 layers: it has shown that the capture is right, and one device rounds as all do.
+        step = EmulatedStep(program, local, plan, list(given.values()), dtype)
+        reference, located = _in_float8(reference, graph, step, calls), None
     live = LiveCopy(model, dtype, program, later)
     draw = random.Random(seed) if random_strides else None
     try:
-        return compare(program, local, plan, values, dtype, reference=reference, graph=graph, live=live, draw=draw)
+        return compare(program, local, plan, values, dtype, reference=reference, graph=located, live=live, draw=draw)
     finally:
         before.restore()
 
@@ -145,6 +165,40 @@ def _is_random(node: fx.Node) -> bool:
 
 def _own_dtype(model: nn.Module) -> torch.dtype | None:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
+def _in_float8(reference: Reference, graph: Program, step: EmulatedStep, calls: int) -> Reference:
+    """The right values of a program with float8 linear layers: its own on one device, if the capture is right.
+
+    Args:
+        reference: of the program without them.
+        graph: as captured.
+        step: with them; one device computes the same microbatches, since each has scales of its own.
+        calls: how many.
+
+    Raises:
+        VerifyError: the capture is wrong.
+    """
+    if reference.capture_errors:
+        raise VerifyError(f"the capture is wrong; report it: {at_output(CAPTURE, graph, reference.capture_errors)}")
+    program = step.program
+    part = microbatch_program(program, step.plan.microbatches, deterministic=True)
+    found: list[EagerCall] = []
+    for _ in range(calls):
+        if found and not carries(program):
+            found.append(found[0])
+            continue
+        with same_numbers(0):
+            outputs = step.run_on_one_device(part)
+            drawn = generator_states()
+        values = {(o.kind, o.name): v[0] for o, v in zip(part.outputs, outputs, strict=True) if v is not None}
+        found.append(EagerCall(values, {}, drawn))
+        given = {(i.kind, i.name): v for i, v in zip(program.inputs, step.values, strict=True)}
+        step = replace(step, values=list(carried(given, values, program).values()))
+    note = (
+        f"linear layers in {program.float8}, as one device computes them; without them the capture is the eager model"
+    )
+    return Reference(tuple(found), CAPTURED, note, reference.capture_error)
 
 
 def capture_error(

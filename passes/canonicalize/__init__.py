@@ -6,6 +6,7 @@ from autopar.ir.program import Program
 from autopar.passes.canonicalize.attention import canonicalize_attention
 from autopar.passes.canonicalize.cross_entropy import fuse_cross_entropy
 from autopar.passes.canonicalize.experts import route_experts
+from autopar.passes.canonicalize.masks import masks_by_function
 from autopar.passes.canonicalize.operators import canonicalize
 from autopar.passes.canonicalize.reverse_scans import reverse_scans
 from autopar.passes.canonicalize.rng import canonicalize_random
@@ -18,6 +19,6 @@ def canonical(program: Program) -> Program:
 
     Strides come first: they are those of the captured graph. What is fused is found in canonical form.
     """
-    program = canonicalize_attention(canonicalize_strides(program))
+    program = masks_by_function(canonicalize_attention(canonicalize_strides(program)))
     program = reverse_scans(merge_windows(canonicalize(canonicalize_random(program))))
     return route_experts(fuse_cross_entropy(program))

@@ -10,7 +10,7 @@ After::
 
     e, order = autopar.sort_by_expert(ids, k, 8); rows = autopar.route(x, order, k)
     ends = autopar.group_ends(e, 8); h = aten._grouped_mm(rows, w, ends)
-    y = autopar.collect(h, order, 1)
+    y = autopar.collect(h, order, 1, pairs)
 
 Operators of torch say where in the whole order a row is: to sort is to see all tokens of all devices. What is computed
 row by row needs no such thing, see `autopar.ir.ops.routing`. Frameworks spell positions and counts in many ways, so
@@ -296,9 +296,10 @@ def _replace(graph: fx.Graph, read: _Read, experts: fx.Node, order: fx.Node) -> 
         return
     target = routing.route if (read.kind == "token") == (values is None) else routing.collect
     given = table if values is None else values
+    args = (given, order, k) if target is routing.route else (given, order, k, len(order.meta["val"]))
     if not _adds(node) or zeros:
-        node.target, node.args = target, (given, order, k)
+        node.target, node.args = target, args
         return
     with graph.inserting_before(node):
-        sums = insert_call(graph, node, target, given, order, k)
+        sums = insert_call(graph, node, target, *args)
     node.target, node.args = aten.add.Tensor, (table, sums)

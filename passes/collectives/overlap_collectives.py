@@ -135,9 +135,11 @@ class _Schedule:
                     wanted[node] = self._ahead(units, wanted[node], start, node)
                     self.position[node] = wanted[node] + ISSUE
                 elif node.all_input_nodes:  # what has none may be the state of a generator, which changes
-                    # No earlier than it is read: kernels would stand behind one that waits for a gather.
+                    # No earlier than it is read: kernels would stand behind one that waits for a gather. What only the
+                    # other pass reads, such as a part of what is gathered that is left for it, stays where it is.
+                    readers = [u for u in node.users if is_backward(u) is backward or u.op == "output"]
                     self.position[node] = min(
-                        (self.position[u] if u in self.static else index.get(u, len(index)) + WAIT for u in node.users),
+                        (self.position[u] if u in self.static else index.get(u, len(index)) + WAIT for u in readers),
                         default=self.position[node],
                     )
 

@@ -16,7 +16,7 @@ from benchmarks import cost_model
 from benchmarks.gpt import GPT, batch_of
 
 
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("several", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_rows_are_predicted_as_the_command_line_does(several: bool) -> None:
     row = cost_model.Row(
         gpus=8, global_batch=16, microbatch=2, hidden=64, heads=4, layers=6, sequence=32, tensor=2, data=2, pipeline=2,
@@ -25,11 +25,11 @@ def test_rows_are_predicted_as_the_command_line_does(several: bool) -> None:
     cluster = Cluster.preset(cost_model.BASE)
     steps = cost_model._capture((row.shape, [row.tensor]))
     (found,) = cost_model.predict([row], steps, cluster, simulate=True)
-    model = GPT(row.hidden, row.heads, row.layers, row.sequence, 51200, fused=several)
+    model = GPT(row.hidden, row.heads, row.layers, row.sequence, 51200)
     axes = {"pp": row.pipeline, "dp": row.data, "tp": row.tensor}
     same = predict_hybrid(
         model, batch_of(row.global_batch, row.sequence), cluster=cluster, axes=axes, microbatch=row.microbatch,
-        recompute=row.training.recompute,
+        recompute=row.training.recompute, compile=several,
     )  # fmt: skip
     assert found == pytest.approx(same.step_seconds, rel=1e-9)
 

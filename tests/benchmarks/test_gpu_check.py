@@ -39,6 +39,7 @@ def test_equality_and_a_plan_of_a_cpu() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.deep
 def test_masks_of_dropout() -> None:
     assert all(row["passed"] for row in attention.dropout(CPU))
 
@@ -72,6 +73,7 @@ def test_a_difference_is_found() -> None:
     assert setting.difference({"weight": first["weight"] * float("nan")}, first) == float("inf")
 
 
+@pytest.mark.deep
 def test_parts_that_are_done_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """A part runs in a process of its own; one that does not end in time is wrong, and is run again."""

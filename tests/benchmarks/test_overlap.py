@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from autopar.compiler import solve
 from autopar.search.options import Search
 from benchmarks import overlap
 from tests import models
 
 
+@pytest.mark.deep
 def test_a_row_with_and_without() -> None:
     program, _, _ = models.captured("llama", layers=2)
     axes = {"node": 2, "gpu": 2}

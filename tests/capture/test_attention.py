@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import autopar
 from autopar.capture import capture
-from autopar.capture.attention import hidden, telling
+from autopar.capture.attention import hidden
 from autopar.compiler import program_of, rewrite, solve
 from autopar.search.options import Search
 from autopar.verify.verify import compare, global_values, verify
@@ -134,21 +134,15 @@ def test_other_masks_stay(name: str) -> None:
     assert node.args[4:] == (None, 0.0, False, None)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["bool", "added", "by rows", "none", *OTHERS])
-def test_large_masks_are_looked_at_in_bands(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
-    """Masks that are never made as a whole, some rows at a time."""
+@pytest.mark.parametrize("name", [*CAUSAL, "none"])
+def test_long_masks_are_known_by_their_functions(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Masks that are never made, in part or as a whole."""
     monkeypatch.setattr("autopar.capture.attention.LARGEST", TOKENS**2 - 1)
-    monkeypatch.setattr("autopar.capture.attention.BAND", rows * TOKENS)
     known = {**CAUSAL, "none": lambda x, m: positions()[0] + positions()[1] >= 0}
-    said: list[str] = []
-    with telling(said.append):
-        node = kernel(Attention({**known, **OTHERS}[name]))
-    if name in known:
-        assert set(said) == {f"looking at an attention mask of {TOKENS} x {TOKENS}"}
-        assert node.args[3:] == (None, None, 0.0, name != "none", None)
-    else:
-        assert isinstance(node.args[3], fx.Node)
+    assert isinstance(kernel(Attention(known[name])).args[3], fx.Node) or name == "tril"
+    graph = program_of(Attention(known[name]), batch()).graph.graph
+    (node,) = (n for n in graph.nodes if n.target is FORWARD)
+    assert node.args[3:] == (None, None, 0.0, name != "none", None)
 
 
 def test_what_a_mask_hides() -> None:
@@ -257,7 +251,8 @@ def test_dims_and_heads_of_every_kind() -> None:
         report = verify(model, {"x": x}, axes, plan="random")
         assert max(report.max_error, report.capture_error) < BOUND
     targets = [n.target for n in report.program.graph.graph.nodes]
-    assert targets.count(FORWARD) == 4  # of five dims torch's own parts
+    masked = torch.ops.autopar.attention_masked.default
+    assert targets.count(FORWARD) + targets.count(masked) == 4  # of five dims torch's own parts
 
 
 def test_torchs_own_module_is_one_operator_with_dropout() -> None:

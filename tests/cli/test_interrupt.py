@@ -10,9 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from autopar import cli
+from autopar.explain import recipes
 from autopar.ir.plan import Plan
 from autopar.search.solver.certify import verified_bound
 from autopar.search.solver.duals import relax
@@ -81,40 +85,35 @@ def test_ctrl_c_gives_the_best_plan_so_far(tmp_path: Path) -> None:
     assert plan.certificate.lower_bound <= plan.certificate.objective
 
 
-# Ctrl-C while the fourth recipe is searched.
-COMPARED = """
-import signal
+MODEL = """
 import torch
 from torch import nn
-from autopar import cli
-from autopar.explain import recipes
-
-compared = recipes._compared
-
-def interrupted(found, name):
-    if name == "fsdp":
-        signal.raise_signal(signal.SIGINT)
-    return compared(found, name)
 
 def make():
     return nn.Linear(16, 16), (torch.zeros(8, 16),), lambda output, batch: output.square().mean()
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background ignores
-    recipes._compared = interrupted
-    cli.app(["plan", "--model", f"{__file__}:make", "--cluster", "cpu", "--axes", "a=2,b=2", "--save", "plan.json"])
 """
 
 
-def test_ctrl_c_leaves_the_plan_and_the_recipes_that_are_done(tmp_path: Path) -> None:
-    (tmp_path / "compared.py").write_text(COMPARED)
-    run = subprocess.run(
-        [sys.executable, "compared.py"], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-        capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert run.returncode == 130, run.stderr
-    plan, _, recipes = run.stdout.partition("compared with recipes")
-    assert "gap" in plan and "zero2" in recipes and "fsdp" not in recipes
+def test_ctrl_c_leaves_the_plan_and_the_recipes_that_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the fourth recipe is searched."""
+    compared = recipes._compared
+
+    def interrupted(found: Any, name: str) -> Any:
+        if name == "fsdp":
+            signal.raise_signal(signal.SIGINT)
+        return compared(found, name)
+
+    monkeypatch.setattr(recipes, "_compared", interrupted)
+    (tmp_path / "model.py").write_text(MODEL)
+    words = ["plan", "--model", f"{tmp_path / 'model.py'}:make", "--cluster", "cpu", "--axes", "a=2,b=2"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background ignores
+    try:
+        run = CliRunner().invoke(cli.app, [*words, "--save", str(tmp_path / "plan.json")])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert run.exit_code == 130, run.output
+    plan, _, rows = run.stdout.partition("compared with recipes")
+    assert "gap" in plan and "zero2" in rows and "fsdp" not in rows
     assert Plan.load(tmp_path / "plan.json").certificate.method != "interrupted"
 
 

@@ -103,6 +103,11 @@ SEVERAL = {"replica": "data", "data": "shard", "tensor": "sequence"}
         ("a.json", zero(3), 4, {"data": 4}, {"recipe": "fsdp"}),
         ("a.json", '{"zero_optimization": {"stage": 3, "mics_shard_size": 2}}', 4, {"replica": 2, "data": 2},
          {"recipe": "hsdp"}),
+        ("a.json", json.dumps({"zero_optimization": {"stage": 3, "zero_quantized_weights": True,
+                                                     "zero_quantized_gradients": True}}), 4, {"data": 4},
+         {"recipe": "fsdp", "quantized": {"data": {"weights": 8, "gradients": 4}}, "inexact": ("quantized",)}),
+        ("a.json", json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}), 8,
+         {"node": 4, "data": 2}, {"recipe": "fsdp", "pins": {"secondary": "data"}}),
         ("a.json", zero(3, sequence_parallel_size=2), 4, {"data": 2, "context": 2},
          {"roles": {"data": "shard", "context": "context"}}),
         ("a.json", zero(1, tensor_parallel={"autotp_size": 2}), None, {"data": None, "tensor": 2},
@@ -322,6 +327,6 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         {
             "key": "model.converters",
             "value": '["float8"]',
-            "says": "converters (float8) change the model: there is no float8",
+            "says": "they change the model; float8, by hand: precision='fp8', inexact=('fp8',)",
         }
     ]

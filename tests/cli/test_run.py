@@ -49,7 +49,7 @@ class Gpt(nn.Module):
     def __init__(self):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(32, 16), nn.Embedding(16, 16)
-        self.blocks, self.head = nn.Sequential(Block(16, 2), Block(16, 2)), nn.Linear(16, 32)
+        self.blocks, self.head = nn.Sequential(Block(16, 2)), nn.Linear(16, 32)
 
     def forward(self, ids, targets):
         x = self.blocks(self.tokens(ids) + self.positions(torch.arange(ids.shape[1])))
@@ -82,7 +82,7 @@ def after(step):
 torch.set_num_threads(1)
 torch.manual_seed(0)
 mesh = autopar.mesh()
-model = autopar.parallelize(Gpt().double(), mesh, timeout=60)
+model = autopar.parallelize(Gpt().double(), mesh, search=autopar.Search(recipe="fsdp"), timeout=60)
 losses = train(model, after)
 state = {name: value.tolist() for name, value in model.full_state_dict().items()}
 if mesh.get_rank() == 0:
@@ -223,6 +223,12 @@ def test_the_cause_is_not_what_follows_from_it(tmp_path: Path) -> None:
         ("--nproc 2 --axes a=4 x.py", "a=4 is a mesh of 4 = 4 devices, and the world has 2 processes"),
         ("--nproc 4 --nnodes 2 --rendezvous h:1 --axes a=2,b=2 x.py", "2 x 2 = 4 devices, and the world has 8"),
         ("--nnodes 2 x.py", "--nnodes 2 needs --rendezvous"), ("--rendezvous h:1 x.py", "--nnodes 1 takes no"),
+        ("--elastic 2 x.py", "--elastic '2' is not MIN:MAX"), ("--elastic 4:2 --rendezvous h:1 x.py", "write 2:4"),
+        ("--elastic 0:2 x.py", "is not MIN:MAX"), ("--elastic 1:2 x.py", "--elastic 1:2 needs --rendezvous"),
+        ("--elastic 1:2 --nnodes 2 --rendezvous h:1 x.py", "both say how many nodes there are"),
+        ("--elastic 2:4 --nproc 1 --rendezvous h:1 --axes a=2,b=2 x.py", "no open size, and there are 2 to 4"),
+        ("--elastic 2:3 --nproc 1 --rendezvous h:1 --axes a=*,b=4 x.py", "3 processes do not divide by the 4 devices"),
+        ("--nproc 4 --axes a=*,b=* x.py", "leaves the sizes of a and b open"),
         ("--timeout nan x.py", "--timeout nan"), ("--axes a x.py", "is not NAME=SIZE"), ("--nproc 0 x.py", "--nproc"),
     ],
 )  # fmt: skip
@@ -231,6 +237,20 @@ def test_wrong_options(words: str, says: str, tmp_path: Path, monkeypatch: pytes
     (tmp_path / "x.py").touch()
     found = CliRunner().invoke(cli.app, ["run", *words.split()])
     assert found.exit_code == 2 and says in found.output
+
+
+@pytest.mark.parametrize("at", ["host", "host:0", "host:x", ":1", "host:70000"])
+def test_wrong_rendezvous(at: str) -> None:
+    found = CliRunner().invoke(cli.app, ["rendezvous", at])
+    assert found.exit_code == 2 and "is not HOST:PORT" in found.output
+
+
+def test_fewer_nodes_than_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_NODES", "2:4")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(autopar.RankError, match="4 processes are left of a run that needs 8"):
+        autopar.mesh()
 
 
 def test_worlds() -> None:

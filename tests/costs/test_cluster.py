@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.costs.cluster import FLOAT_DTYPES, PRESETS, Cluster, Device, Link
+from autopar.costs.collectives import COLLECTIVES
+from autopar.costs.device import KINDS
+from autopar.costs.mixed.figures import pooled_link, slowest_link
 
 H100 = Cluster.preset("h100")
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
@@ -106,6 +109,21 @@ def test_a_ring_is_as_fast_as_the_slowest_level_that_it_crosses() -> None:
     (every,), (few, _) = pod.link_for({"all": 1024}), pod.link_for({"few": 1024, "inner": 8})
     assert every.bandwidth == min(near, 8 * far, 256e9)
     assert few.bandwidth == min(far, 32e9)
+
+
+def test_a_collective_takes_as_many_times_as_long_as_its_link_says() -> None:
+    near, far = H100.links
+    gloo = replace(near, factors={"reduce_scatter": 2.0, "all_reduce": 0.75})
+    for kind in KINDS:
+        of_form = float(COLLECTIVES[kind](1e6, 8, near))
+        assert float(COLLECTIVES[kind](1e6, 8, gloo)) == pytest.approx(gloo.factors.get(kind, 1.0) * of_form)
+    there = replace(H100, links=(gloo, far))
+    assert "factors" not in H100.to_toml() and Cluster.from_toml(there.to_toml()) == there
+    with pytest.raises(ValueError, match=r"links\[0\].factors has 'all_gather_v': did you mean 'all_gather'"):
+        Cluster.from_toml(there.to_toml().replace("all_reduce =", "all_gather_v ="))
+    # Of several links, what is no better than any, and what is no worse.
+    assert slowest_link([near, gloo]).factors == {"reduce_scatter": 2.0, "all_reduce": 1.0}
+    assert pooled_link([near, gloo], [1.0, 1.0]).factors == {"reduce_scatter": 1.0, "all_reduce": 0.75}
 
 
 def test_groups_that_share_cards_get_in_each_others_way() -> None:

@@ -19,7 +19,7 @@ SIZES = st.integers(1, 1 << 14)
 
 def plain(flops: float, moved: float) -> Work:
     none = np.zeros(1)
-    return Work(np.array([flops]), np.array([moved]), none, none, none, none, np.ones(1))
+    return Work(np.array([flops]), np.array([moved]), none, none, none, none, np.ones(1), np.ones(1))
 
 
 def seconds(work: Work, device: Device = A100, dtype: str = "float16") -> float:
@@ -38,6 +38,19 @@ def test_integers_count_at_the_rate_of_float32_and_unknown_dtypes_are_named() ->
     assert kernel_seconds(plain(100, 0), "int64", DEVICE) == kernel_seconds(plain(100, 0), "float32", DEVICE)
     with pytest.raises(ValueError, match="device toy states no peak for float64"):
         kernel_seconds(plain(1, 1), "float64", DEVICE)
+
+
+def test_float8_has_a_rate_of_its_own_and_kernels_for_multiples_of_16() -> None:
+    """On an H100 twice that of bfloat16; other columns and depths are widened to float32, any rows will do."""
+    h100 = replace(Cluster.preset("h100").device, bandwidth=1e15)
+    half, eighth = (seconds(product(4096, 4096, 4096), h100, t) for t in ("bfloat16", "float8"))
+    assert half / eighth == pytest.approx(1979 / 989)
+    assert seconds(product(4090, 4096, 4096), h100, "float8") == eighth
+    for sizes in ((4096, 4088, 4096), (4096, 4096, 4088)):
+        wide = seconds(product(*sizes), h100, "float32")
+        assert seconds(product(*sizes), h100, "float8") == pytest.approx(wide)
+    with pytest.raises(ValueError, match="states no peak for float8"):
+        seconds(product(16, 16, 16), A100, "float8")
 
 
 @given(flops=AMOUNTS, moved=AMOUNTS, share=st.integers(1, 64))

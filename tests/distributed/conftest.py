@@ -1,4 +1,6 @@
-"""One pool of four ranks for all tests here."""
+"""Pools of ranks for all tests here: of four, and of two where these show the same."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 
@@ -6,22 +8,31 @@ import pytest
 
 from tests.distributed.launch import Ranks
 
-
-class _Pool:
-    ranks: Ranks | None = None
+Pools = dict[int, Ranks]
 
 
 @pytest.fixture(scope="session")
-def _pool() -> Iterator[_Pool]:
-    pool = _Pool()
-    yield pool
-    if pool.ranks is not None:
-        pool.ranks.close()
+def _pools() -> Iterator[Pools]:
+    pools: Pools = {}
+    yield pools
+    for ranks in pools.values():
+        ranks.close()
+
+
+def _living(pools: Pools, count: int) -> Ranks:
+    """A test that broke its pool leaves the next one a new pool."""
+    if count not in pools or not pools[count].alive:
+        pools[count] = Ranks(count)
+    return pools[count]
 
 
 @pytest.fixture
-def ranks(_pool: _Pool) -> Ranks:
-    """A living pool: a test that broke it leaves the next one a new pool."""
-    if _pool.ranks is None or not _pool.ranks.alive:
-        _pool.ranks = Ranks()
-    return _pool.ranks
+def ranks(_pools: Pools) -> Ranks:
+    """Four, for a mesh of several axes."""
+    return _living(_pools, 4)
+
+
+@pytest.fixture
+def two_ranks(_pools: Pools) -> Ranks:
+    """Half the processes, for one axis; and for what breaks them, so that the four live on."""
+    return _living(_pools, 2)

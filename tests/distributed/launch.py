@@ -34,7 +34,9 @@ CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 
 
 PRELOADED = [
-    "autopar",
+    "autopar.checkpoint",  # the package itself imports next to nothing
+    "autopar.parallelize",
+    "autopar.verify",
     "pytest",
     "tests.distributed.models",
     "torch._functorch.aot_autograd",  # and the next: what a capture and a cut import when they come first

@@ -1,4 +1,4 @@
-"""Windows of accumulation on four ranks: what `tests.reports.test_no_sync` does on one device."""
+"""Windows of accumulation on two ranks: what `tests.reports.test_no_sync` does on one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def on_ranks(rank: int, recipe: str, microbatches: int) -> dict[str, float]:
 
     pins = {"microbatches": microbatches}
     search = Search(recipe=recipe, pins=pins)
-    model = parallelize(mlp(), mesh_of(4), mlp_batch(0), search=search, cluster=slow_devices(), timeout=WAIT)
+    model = parallelize(mlp(), mesh_of(2), mlp_batch(0), search=search, cluster=slow_devices(), timeout=WAIT)
     found = {}
     for name, case in CASES.items():  # the last one changes the parameters
         model.zero_grad()
@@ -26,6 +26,6 @@ def on_ranks(rank: int, recipe: str, microbatches: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("recipe", "microbatches"), [("fsdp", 1), pytest.param("ddp", 2, marks=pytest.mark.deep)])
-def test_on_ranks(ranks: Ranks, recipe: str, microbatches: int) -> None:
-    for found in ranks.run(on_ranks, recipe, microbatches):
+def test_on_ranks(two_ranks: Ranks, recipe: str, microbatches: int) -> None:
+    for found in two_ranks.run(on_ranks, recipe, microbatches):
         assert max(found.values()) < 1e-12, found

@@ -59,7 +59,7 @@ def annealed(rank: int, microbatches: int) -> tuple[float, int, str]:
     return worst, len(model._autopar.cache), str(error.value)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_annealed_losses(ranks: Ranks, microbatches: int) -> None:
     for worst, graphs, error in ranks.run(annealed, microbatches):
         assert worst < 1e-12

@@ -108,7 +108,11 @@ def in_blocks(rank: int, sizes: tuple[int, ...], search: dict[str, Any]) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("sizes", "search"), [((4,), {"recipe": "context"}), ((2, 2), {"roles": {"a": "context", "b": "data"}})]
+    ("sizes", "search"),
+    [
+        ((2, 2), {"roles": {"a": "context", "b": "data"}}),
+        pytest.param((4,), {"recipe": "context"}, marks=pytest.mark.deep),
+    ],
 )
 def test_queries_in_blocks_that_balance(ranks: Ranks, sizes: tuple[int, ...], search: dict[str, Any]) -> None:
     """Queries, result and logarithm; gradients with what they need, the logarithm, and the queries' gradient."""
@@ -149,3 +153,69 @@ def test_keys_go_round(ranks: Ranks, causal: bool, roles: dict[str, str], sizes:
     results = ranks.run(in_a_ring, causal, roles, sizes)
     assert max(worst for worst, _ in results) < TOLERANCE
     assert min(found for _, found in results) >= sends  # more where the forward pass is recomputed
+
+
+def under_a_mask(rank: int, name: str, search: dict[str, Any], sizes: tuple[int, ...]) -> tuple[float, int]:
+    """Three steps of a model, and how often ranks send rows to their neighbors."""
+    from autopar.ir.ops.sequence.send_block import send_block
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+    from autopar.strategies import attention as rules
+    from tests.strategies import test_masked_attention as models
+
+    usual = rules._blocked
+    if "roles" in search:  # nothing but keys from other devices
+        rules._blocked = lambda *_: "bhgqkde"
+    model, plain = (models.build(name) for _ in range(2))
+    given = models.BATCHES[name]()
+    options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT, "search": Search(**search, cache=False)}
+    parallel: Any = parallelize(model, mesh_of(*sizes), given, **options)
+    worst = follow(parallel, plain, [given] * 3)
+    graphs = (parallel.forward_graph, parallel.backward_graph)
+    rules._blocked = usual
+    return worst, sum(n.target is send_block for graph in graphs for n in graph.graph.nodes)
+
+
+CONTEXT: dict[str, Any] = {"roles": {"a": "context"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "search", "sizes", "sends"),
+    [
+        ("window", CONTEXT, (4,), 2),
+        pytest.param("documents", CONTEXT, (4,), 3 + 3 + 4, marks=pytest.mark.deep),
+        *(
+            pytest.param(name, {"recipe": "random", "seed": seed}, sizes, 0, marks=pytest.mark.deep)
+            for name in ("mistral", "qwen", "t5", "swin")
+            for seed, sizes in enumerate([(4,), (2, 2)])
+        ),
+    ],
+)
+def test_masks_by_their_functions(
+    ranks: Ranks, name: str, search: dict[str, Any], sizes: tuple[int, ...], sends: int
+) -> None:
+    """What a window reaches comes from a neighbor and goes back; documents go round with keys; models of others."""
+    results = ranks.run(under_a_mask, name, search, sizes)
+    # Norms of these compute in float32 whatever the model's dtype is; `verify` computes all in float64.
+    tolerance = 1e-5 if name in ("mistral", "qwen", "t5") else TOLERANCE
+    assert max(worst for worst, _ in results) < tolerance
+    assert min(found for _, found in results) >= sends
+
+
+def lengths_of_its_own(rank: int) -> str:
+    """What a rank is told whose documents are others in number."""
+    from autopar.errors import RankError
+    from autopar.parallelize import parallelize
+    from tests.strategies import test_masked_attention as models
+
+    ends = torch.tensor([5, 16] if rank else [5, 9, 16])
+    parallel = parallelize(models.build("documents"), mesh_of(4), cluster=slow_devices(), timeout=WAIT)
+    with pytest.raises(RankError) as found:
+        parallel(x=models.documents()["x"], ids=ends)
+    return str(found.value)
+
+
+def test_packed_lengths_that_differ(ranks: Ranks) -> None:
+    """Before anything is captured, and on every rank: nobody waits for another."""
+    for text in ranks.run(lengths_of_its_own):
+        assert "the global shape of the batch differs: rank 0 has [2, 16, 8] float64, [3] int64, ranks 1, 2, 3" in text

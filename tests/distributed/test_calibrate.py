@@ -26,7 +26,9 @@ def measured(rank: int, local: int) -> list[Any]:
         os.environ["LOCAL_WORLD_SIZE"] = before
 
 
-@pytest.mark.parametrize(("local", "levels"), [(2, [0, 1]), (4, [0]), (1, [1])])
+@pytest.mark.parametrize(
+    ("local", "levels"), [(2, [0, 1]), *(pytest.param(*c, marks=pytest.mark.deep) for c in ((4, [0]), (1, [1])))]
+)
 def test_every_collective_on_every_level(ranks: Ranks, local: int, levels: list[int]) -> None:
     from autopar.costs.calibrate.collectives import BEFORE, HIDDEN, KINDS, SMALL
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,19 @@ from tests.distributed.models import make
 
 pytestmark = pytest.mark.distributed
 
+Pins = dict[str, tuple[str, ...]]
 
-def saved_and_loaded(rank: int, folder: str) -> float:
+
+STRIDED: Pins = {"*.c_attn.weight": ("S(1.1)",), "*.c_attn.bias": ("S(0.1)",), "*.c_fc.weight": ("S(0)",)}
+SQUARE: Pins = {"*.c_attn.weight": ("S(0)", "S(1.1)"), "*.wte.weight": ("S(1)", "S(0)")}
+HOPS: tuple[Any, ...] = (((4,), {"pins": STRIDED}), ((2, 2), {"pins": SQUARE}), ((4,), {"recipe": "fsdp"}))
+"""Meshes and plans, one after another."""
+
+
+def saved_and_loaded(rank: int, folder: str, hops: tuple[Any, ...], waits: tuple[bool, ...]) -> float:
     from autopar import checkpoint
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
-
-    strided = {"*.c_attn.weight": ("S(1.1)",), "*.c_attn.bias": ("S(0.1)",), "*.c_fc.weight": ("S(0)",)}
-    square = {"*.c_attn.weight": ("S(0)", "S(1.1)"), "*.wte.weight": ("S(1)", "S(0)")}
 
     def made(sizes: tuple[int, ...], **search: Any) -> tuple[Any, Any, Any, Any]:
         model, batch = make("gpt2")
@@ -38,29 +42,33 @@ def saved_and_loaded(rank: int, folder: str) -> float:
             scheduler.step()
         return model.full_state_dict()
 
-    worst = 0.0
-    kinds: list[Any] = [((4,), {"pins": strided}), ((2, 2), {"pins": square}), ((4,), {"recipe": "fsdp"})]
-    for i, (source, target) in enumerate(itertools.pairwise(kinds)):
-        run = made(source[0], **source[1])
-        train(*run, range(2))
-        saving = checkpoint.save(folder, *run[:2], step=2, extra=[i], wait=i % 2 == 0, scheduler=run[2], keep=1 + i % 2)
-        expected = train(*run, range(2, 4))  # while files are written
+    worst, (first, *others) = 0.0, hops
+    run = made(first[0], **first[1])
+    train(*run, range(2))
+    for i, (wait, (sizes, search)) in enumerate(zip(waits, others, strict=True)):
+        step = 2 + 2 * i
+        saving = checkpoint.save(folder, *run[:2], step=step, extra=[i], wait=wait, scheduler=run[2], keep=1 + i)
+        expected = train(*run, range(step, step + 2))  # while files are written
         saving.wait()
-        other = made(target[0], **target[1])
+        other = made(sizes, **search)
         found = checkpoint.load(folder, *other[:2], scheduler=other[2])
-        assert (found.step, found.extra, found.same_random_numbers) == (2, [i], True)
-        continued = train(*other, range(2, 4))
+        assert (found.step, found.extra, found.same_random_numbers) == (step, [i], True)
+        continued = train(*other, range(step, step + 2))
         worst = max(worst, *(float((continued[k] - v).abs().max()) for k, v in expected.items()))
         exported = checkpoint.export_safetensors(f"{folder}-{i}", other[0], max_shard_size=10_000)
         found_in_files = {n: t for path in exported.glob("*.safetensors") for n, t in load_file(path).items()}
         assert set(continued) - set(found_in_files) == {"lm_head.weight"}  # tied
         assert all(torch.equal(t, continued[n]) for n, t in found_in_files.items())
+        run = other
     return worst
 
 
-def test_a_run_goes_on_under_another_plan(ranks: Ranks, tmp_path: Path) -> None:
-    assert max(ranks.run(saved_and_loaded, str(tmp_path / "saved"))) < 1e-9
-    assert len([p for p in (tmp_path / "saved").iterdir() if p.is_dir()]) == 2  # as many as the last save keeps
+@pytest.mark.parametrize("waits", [(False,), pytest.param((True, False), marks=pytest.mark.deep)])
+def test_a_run_goes_on_under_another_plan(ranks: Ranks, tmp_path: Path, waits: tuple[bool, ...]) -> None:
+    hops = HOPS[: len(waits) + 1]
+    assert max(ranks.run(saved_and_loaded, str(tmp_path / "saved"), hops, waits)) < 1e-9
+    kept = [p for p in (tmp_path / "saved").iterdir() if p.is_dir()]
+    assert len(kept) == len(waits)  # as many as the last save keeps
 
 
 def on_one(rank: int, folder: str) -> tuple[int, bool]:
@@ -71,7 +79,7 @@ def on_one(rank: int, folder: str) -> tuple[int, bool]:
     from autopar.errors import AutoparError
     from autopar.parallelize import parallelize
 
-    model, batch = make("gpt2")
+    model, batch = make("mlp")
     parallel = parallelize(model, None, batch(0))
     found = checkpoint.load(folder, parallel, torch.optim.AdamW(parallel.parameters()))
     other = parallelize(nn.Linear(2, 2), mesh_of(4), loss_fn=lambda o, b: o.mean(), timeout=WAIT)
@@ -85,9 +93,11 @@ def on_one(rank: int, folder: str) -> tuple[int, bool]:
 def saved(rank: int, folder: str) -> None:
     from autopar import checkpoint
     from autopar.parallelize import parallelize
+    from autopar.search.options import Search
 
-    model, batch = make("gpt2")
-    parallel = parallelize(model, mesh_of(2, 2), batch(0), timeout=WAIT)
+    model, batch = make("mlp")
+    search = Search(pins={"*.weight": ("S(0)", "S(1)")})
+    parallel = parallelize(model, mesh_of(2, 2), batch(0), search=search, timeout=WAIT)
     checkpoint.save(folder, parallel, torch.optim.AdamW(parallel.parameters()), step=7)
 
 

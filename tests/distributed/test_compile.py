@@ -48,7 +48,7 @@ def train(rank: int, backend: Any, pins: dict[str, Any]) -> tuple[float, int]:
 @pytest.mark.parametrize(
     ("backend", "pins"),
     [
-        (as_it_is, {}),
+        pytest.param(as_it_is, {}, marks=pytest.mark.deep),
         (aot_eager, {"microbatches": 2}),
         (aot_eager, PIPELINE),
         pytest.param("inductor", {}, marks=pytest.mark.deep),

@@ -34,7 +34,7 @@ def made() -> Classifier:
 
 def evaluates_first(rank: int, with_labels: bool, with_optimizer: bool) -> tuple[Any, ...]:
     x, labels = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).double(), torch.arange(8) % 4
-    model = autopar.parallelize(made(), mesh_of(4), search=autopar.Search(cache=False))
+    model = autopar.parallelize(made(), mesh_of(2), search=autopar.Search(cache=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if with_optimizer else None
     model.eval()
     model.drop.train()  # a mode of its own, which must stay
@@ -66,14 +66,14 @@ def evaluates_first(rank: int, with_labels: bool, with_optimizer: bool) -> tuple
     return trains, graphs, modes[:4]
 
 
-def test_layouts_are_of_the_step(ranks: Ranks) -> None:
-    for trains, graphs, modes in ranks.run(evaluates_first, True, True):
+def test_layouts_are_of_the_step(two_ranks: Ranks) -> None:
+    for trains, graphs, modes in two_ranks.run(evaluates_first, True, True):
         assert (trains, graphs, modes) == (True, 2, [False, False, True, False])
     # Nobody trains, as far as one can see.
-    assert ranks.run(evaluates_first, True, False)[0][:2] == (False, 1)
+    assert two_ranks.run(evaluates_first, True, False)[0][:2] == (False, 1)
 
 
 @pytest.mark.deep
-def test_a_batch_that_cannot_train(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_cannot_train(two_ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "autopar")
-    assert ranks.run(evaluates_first, False, True)[0][:2] == (False, 1)
+    assert two_ranks.run(evaluates_first, False, True)[0][:2] == (False, 1)

@@ -149,6 +149,7 @@ def test_a_run_that_ends_is_quiet_and_leaves_nothing(tmp_path: Path, ranks: int)
         assert json.loads(rank.out.splitlines()[-1])["threads"] == []
 
 
+@pytest.mark.deep
 def test_an_error_of_one_rank_ends_both(tmp_path: Path) -> None:
     healthy, failed = run(tmp_path, "error", 2, steps=2000)
     assert "this rank has had enough" in failed.err
@@ -157,6 +158,7 @@ def test_an_error_of_one_rank_ends_both(tmp_path: Path) -> None:
     assert "RankError" in healthy.err
 
 
+@pytest.mark.deep
 def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
     healthy, killed = run(tmp_path, "die", 2, steps=100_000)
     assert killed.code == -signal.SIGKILL
@@ -164,7 +166,8 @@ def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
     assert "RankError" in healthy.err
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.deep), 2])
+@pytest.mark.deep
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_ends_all(tmp_path: Path, ranks: int) -> None:
     ended = run(tmp_path, "wait", ranks, steps=100_000)
     assert any("KeyboardInterrupt" in rank.err for rank in ended)

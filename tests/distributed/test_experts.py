@@ -11,7 +11,7 @@ from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
 from tests.distributed.steps import TOLERANCE, follow
 from tests.distributed.test_compile import aot_eager
-from tests.passes.canonicalize.test_experts import ROUTED, batch
+from tests.passes.canonicalize.test_experts import FAR, ROUTED, batch
 
 pytestmark = pytest.mark.distributed
 
@@ -33,31 +33,44 @@ def _first_of_all(gate: Any, given: Any, scores: torch.Tensor) -> torch.Tensor:
     return scores + torch.tensor([30.0, 20.0, 0.0, 0.0], dtype=scores.dtype)
 
 
-def train(rank: int, name: str, options: dict[str, Any], skew: str = "", backend: Any = None) -> tuple[float, int, int]:
-    """The largest difference of any loss, gradient or parameter, rows that a rank routes, and exchanges."""
+def train(
+    rank: int,
+    name: str,
+    options: dict[str, Any],
+    skew: str = "",
+    backend: Any = None,
+    samples: int = 8,
+    cluster: Any = None,
+) -> tuple[float, int, int, int]:
+    """The largest difference of any loss, gradient or parameter, rows that a rank routes, exchanges, and own rows."""
     from autopar.ir.ops import routing
-    from autopar.ir.ops.exchange import exchange_rows
+    from autopar.ir.ops.exchange import exchange_rows, own_rows
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
 
     search = Search(**options)
     parallel: Any = parallelize(
-        skewed(name, skew), mesh_of(2, 2), cluster=slow_devices(), timeout=WAIT, search=search, compile=backend
+        skewed(name, skew),
+        mesh_of(2, 2),
+        cluster=cluster or slow_devices(),
+        timeout=WAIT,
+        search=search,
+        compile=backend,
     )
-    batches = [{"x": batch(8)[0].double() * (step + 1)} for step in range(STEPS)]
+    batches = [{"x": batch(samples)[0].double() * (step + 1)} for step in range(STEPS)]
     worst = follow(parallel, skewed(name, skew), batches)
     graphs = (parallel.forward_graph, parallel.backward_graph)
     targets = [n.target for graph in graphs for n in graph.graph.nodes]
     (rows, *_) = [n for n in graphs[0].graph.nodes if n.target is routing.route]
     with torch.no_grad():
-        return worst, int(rows.meta["val"].shape[0]), targets.count(exchange_rows)
+        return worst, int(rows.meta["val"].shape[0]), targets.count(exchange_rows), targets.count(own_rows)
 
 
 @pytest.mark.parametrize("name", ["bias", "index_add"])
 def test_each_rank_routes_its_own_tokens(ranks: Ranks, name: str) -> None:
     results = ranks.run(train, name, {"recipe": "fsdp"})
     assert max(worst for worst, *_ in results) < TOLERANCE
-    assert {rows for _, rows, _ in results} == {8 * 4 * 2 // 4}
+    assert {rows for _, rows, *_ in results} == {8 * 4 * 2 // 4}
 
 
 @pytest.mark.parametrize(
@@ -74,14 +87,22 @@ def test_ranks_exchange_rows_by_expert(
     """Forth and back, and once in the backward pass: the batch has no gradient. Some ranks get all rows, or none."""
     results = ranks.run(train, "index_add", options, skew, backend)
     assert max(worst for worst, *_ in results) < TOLERANCE
-    assert {found for *_, found in results} == {exchanges}
+    assert {found for *_, found, _ in results} == {exchanges}
+
+
+@pytest.mark.parametrize(("placed", "backend"), [(("S(0)", "S(0)"), None), (("R", "S(0)"), aot_eager)])
+def test_ranks_take_rows_of_their_experts(ranks: Ranks, placed: tuple[str, str], backend: Any) -> None:
+    """Of tokens that all have; some ranks have no rows of theirs."""
+    results = ranks.run(train, "index_add", {"pins": {"up": placed, "down": placed}}, "first", backend, 1, FAR)
+    assert max(worst for worst, *_ in results) < TOLERANCE
+    assert all(own and not exchanges for *_, exchanges, own in results)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_plans(ranks: Ranks, seed: int) -> None:
     results = ranks.run(train, "bias", {"recipe": "random", "seed": seed})
     assert max(worst for worst, *_ in results) < TOLERANCE
-    assert all(exchanges for *_, exchanges in results)
+    assert all(exchanges for *_, exchanges, _ in results)
 
 
 @pytest.mark.deep

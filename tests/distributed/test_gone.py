@@ -19,12 +19,13 @@ ODD = 1
 
 
 def trained(timeout: float = WAIT) -> Any:
-    """A module behind its first step."""
+    """A module behind its first step, on all ranks."""
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
 
     search = Search(recipe="fsdp")
-    model = parallelize(mlp(), mesh_of(4), mlp_batch(0), search=search, cluster=slow_devices(), timeout=timeout)
+    mesh = mesh_of(torch.distributed.get_world_size())
+    model = parallelize(mlp(), mesh, mlp_batch(0), search=search, cluster=slow_devices(), timeout=timeout)
     model(**mlp_batch(0))["loss"].backward()
     return model
 
@@ -53,14 +54,15 @@ def step(rank: int) -> tuple[str, float]:
     return error_of(lambda: Held.model(**mlp_batch(1))["loss"].backward())
 
 
-def test_a_process_that_has_ended(ranks: Ranks) -> None:
-    ranks.run(prepare, WAIT)
-    ranks.pipes[ODD].close()  # its loop ends, and so does its process
-    ranks.pipes.pop(ODD)
-    for error, seconds in ranks.run(step):
+def test_a_process_that_has_ended(two_ranks: Ranks) -> None:
+    two_ranks.run(prepare, WAIT)
+    two_ranks.pipes[ODD].close()  # its loop ends, and so does its process
+    two_ranks.pipes.pop(ODD)
+    for error, seconds in two_ranks.run(step):
         assert error.startswith("RankError: no answer from every rank about forward of call 2 of Mlp"), error
         assert "the process of rank 1 (" in error and "has ended" in error, error
         assert seconds < WAIT / 2
+    two_ranks.close()
 
 
 def fail(rank: int, pass_: str, everywhere: bool) -> list[tuple[str, float]]:
@@ -82,19 +84,19 @@ def fail(rank: int, pass_: str, everywhere: bool) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("pass_", ["backward", pytest.param("forward", marks=pytest.mark.deep)])
-def test_a_rank_that_fails_in_a_step(ranks: Ranks, pass_: str) -> None:
-    for rank, ((error, seconds), (later, _)) in enumerate(ranks.run(fail, pass_, False)):
+def test_a_rank_that_fails_in_a_step(two_ranks: Ranks, pass_: str) -> None:
+    for rank, ((error, seconds), (later, _)) in enumerate(two_ranks.run(fail, pass_, False)):
         if rank == ODD:
             assert error == "ValueError: bad luck"
         else:
             assert f"rank 1 failed at {pass_} of call 2 of Mlp" in error and "ValueError: bad luck" in error, error
         assert seconds < WAIT / 2
         assert later.startswith("RankError: "), later
-    ranks.close()  # its groups are broken
+    two_ranks.close()  # its groups are broken
 
 
-def test_where_all_fail_alike_they_go_on(ranks: Ranks) -> None:
-    for (error, _), (later, _) in ranks.run(fail, "forward", True):
+def test_where_all_fail_alike_they_go_on(two_ranks: Ranks) -> None:
+    for (error, _), (later, _) in two_ranks.run(fail, "forward", True):
         assert error == "ValueError: bad luck" and later == "nothing"
 
 
@@ -106,15 +108,17 @@ def late(rank: int) -> tuple[str, float]:
     return error_of(lambda: model(**mlp_batch(1)))
 
 
-def test_a_rank_that_is_late(ranks: Ranks) -> None:
-    for rank, (error, seconds) in enumerate(ranks.run(late)):
+def test_a_rank_that_is_late(two_ranks: Ranks) -> None:
+    for rank, (error, seconds) in enumerate(two_ranks.run(late)):
         assert error.startswith("RankError: no answer from every rank about forward of call 2 of Mlp"), error
         assert rank == ODD or "rank 1 is elsewhere, after backward of call 1 of Mlp" in error, error
         assert seconds < 4 + 8
-    ranks.close()
+    two_ranks.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [k if k in ("pipeline", "checkpoints") else pytest.param(k, marks=pytest.mark.deep) for k in KINDS]
+)
 def test_kills(kind: str, seed: int = 0) -> None:
     found = kill(kind, seed + KINDS.index(kind))
     assert not found.hangs and not found.raw, found

@@ -23,17 +23,21 @@ def parallel(model: nn.Module, sizes: tuple[int, ...], seed: int | None, **optio
     return parallelize(model, mesh_of(*sizes), search=search, cluster=slow_devices(), timeout=WAIT, **options)
 
 
-def on_ranks(rank: int, sizes: tuple[int, ...], seed: int | None) -> dict[str, float]:
-    found = ways(lambda model: parallel(model, sizes, seed))
-    return {**found, "adversarial": adversarial(lambda model: parallel(model, sizes, seed))}
+def asked(rank: int, sizes: tuple[int, ...], seed: int | None) -> dict[str, float]:
+    return ways(lambda model: parallel(model, sizes, seed))
+
+
+def against_each_other(rank: int, sizes: tuple[int, ...], seed: int | None) -> dict[str, float]:
+    return {"adversarial": adversarial(lambda model: parallel(model, sizes, seed))}
 
 
 DEEP = [pytest.param(*case, marks=pytest.mark.deep) for case in (((4,), None), ((2, 2), 2))]
 
 
+@pytest.mark.parametrize("work", [asked, pytest.param(against_each_other, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(("sizes", "seed"), [((2, 2), 1), *DEEP])
-def test_on_ranks(ranks: Ranks, sizes: tuple[int, ...], seed: int | None) -> None:
-    for found in ranks.run(on_ranks, sizes, seed):
+def test_on_ranks(ranks: Ranks, work: Any, sizes: tuple[int, ...], seed: int | None) -> None:
+    for found in ranks.run(work, sizes, seed):
         assert max(found.values()) < TOLERANCE, found
 
 

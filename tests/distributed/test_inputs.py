@@ -163,9 +163,7 @@ def meta_model(rank: int, folder: str, ways: tuple[str, ...]) -> list[float]:
     for init in (inits[way] for way in ways):
         with torch.device("meta"):
             blank, _ = make("tied")
-        model = parallelize(
-            blank, mesh_of(2, 2), init=init, search=Search(pins=pins), cluster=slow_devices(), timeout=WAIT
-        )
+        model = parallelize(blank, mesh_of(2, 2), init=init, search=Search(recipe="ddp", pins=pins), timeout=WAIT)
         if init is None:
             with pytest.raises(AutoparError, match=r"embed_tokens.weight.*init="):
                 model(**batch(0))

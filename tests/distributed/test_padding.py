@@ -26,8 +26,8 @@ PINS: dict[str, dict[str, str]] = {
     "searched": {},
 }
 LINE, SQUARE = (4,), (2, 2)
-SHORT = (("vocabulary", LINE), ("columns", SQUARE))
-REST = (("vocabulary", SQUARE), ("columns", LINE), ("searched", LINE), ("searched", SQUARE))
+SHORT = (("vocabulary", LINE),)
+REST = (*((name, SQUARE) for name in PINS), ("columns", LINE), ("searched", LINE))
 
 
 class Tokens(nn.Module):
@@ -154,12 +154,8 @@ def follow_random_plans(rank: int, seeds: tuple[int, ...]) -> list[tuple[dict[st
     return found
 
 
-def test_random_plans_with_padding() -> None:
-    ranks = Ranks(2)
-    try:
-        found = ranks.run(follow_random_plans, (11, 21))
-    finally:
-        ranks.close()
+def test_random_plans_with_padding(two_ranks: Ranks) -> None:
+    found = two_ranks.run(follow_random_plans, (11, 21))
     uneven = set()
     for (errors, padding, local), (others_errors, _, others_local) in zip(*found, strict=True):
         assert max(*errors.values(), *others_errors.values()) < TOLERANCE, (errors, others_errors)

@@ -299,7 +299,8 @@ def test_random_pipelines(ranks: Ranks, seed: int) -> None:
         assert worst < 1e-10
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 3, 4))])
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(1, 5))
 def test_random_pipelines_on_a_factor_of_an_axis(ranks: Ranks, seed: int) -> None:
     for worst, pipeline in ranks.run(chosen, "random", seed, (4,)):
         assert "node_stages" in pipeline
@@ -323,7 +324,7 @@ def mixed_up(rank: int, inputs: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("inputs", "other"), [("global", 0), ("local", 1)])
+@pytest.mark.parametrize(("inputs", "other"), [pytest.param("global", 0, marks=pytest.mark.deep), ("local", 1)])
 def test_ranks_of_a_pipeline_pass_the_same_rows(ranks: Ranks, inputs: str, other: int) -> None:
     for message in ranks.run(mixed_up, inputs):
         assert message.startswith("the batch's contents differ: rank 3 has "), message

@@ -57,7 +57,7 @@ def saved(rank: int, file: str, search: autopar.Search, sizes: tuple[int, ...]) 
             worst = max(worst, float((found["optimizer"]["state"][number][key] - value).abs().max()))
     # Loaded as on one device: into the plain model, and into a parallel one before it has layouts.
     again, _ = make("gpt2")
-    other: Any = autopar.parallelize(again, mesh_of(4), timeout=WAIT)
+    other: Any = autopar.parallelize(again, mesh_of(4), search=autopar.Search(recipe="fsdp"), timeout=WAIT)
     other.load_state_dict(found["model"])
     third = adamw(other)
     third.load_state_dict(found["optimizer"])

@@ -36,8 +36,7 @@ def with_master_weights(rank: int) -> dict[str, float]:
     whole = parallelize(model, None, precision=policy)
     expected = train(whole, batch)
     found = {}
-    searches = [Search(recipe="random", seed=0), Search(recipe="random", seed=1)]
-    searches.append(Search(pins={"stages": 2, "microbatches": 4}))
+    searches = [Search(recipe="random", seed=1), Search(pins={"stages": 2, "microbatches": 4})]
     for number, search in enumerate(searches):
         model, batch = make("mlp")
         parts = parallelize(model, mesh_of(2, 2), precision=policy, search=search, timeout=WAIT)

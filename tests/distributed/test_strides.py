@@ -54,17 +54,21 @@ def state_after(model: nn.Module) -> dict[str, Any]:
     return model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
 
 
-def train(rank: int) -> dict[str, float]:
+PLANS: dict[str, Any] = {
+    "groups": ((4,), {"pins": {"g.weight": "S(0)"}}),
+    "random": ((2, 2), {"recipe": "random", "seed": 1}),
+}
+
+
+def train(rank: int, labels: tuple[str, ...]) -> dict[str, float]:
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
 
     expected = state_after(block())
     found = {}
-    for label, sizes, search in (
-        ("groups", (4,), Search(pins={"g.weight": "S(0)"})),
-        ("random", (2, 2), Search(recipe="random", seed=1)),
-    ):
-        model = parallelize(block(), mesh_of(*sizes), search=search, cluster=slow_devices(), timeout=WAIT)
+    for label in labels:
+        sizes, options = PLANS[label]
+        model = parallelize(block(), mesh_of(*sizes), search=Search(**options), cluster=slow_devices(), timeout=WAIT)
         state = state_after(model)
         assert state.keys() == expected.keys()
         found[label] = max(float((state[k] - v).abs().max()) for k, v in expected.items())
@@ -80,8 +84,9 @@ def collectives(rank: int) -> list[bool]:
     return [all_reduce(given, "sum", group).is_contiguous()]
 
 
-def test_training_equals_one_device(ranks: Ranks) -> None:
-    for found in ranks.run(train):
+@pytest.mark.parametrize("labels", [("random",), pytest.param(("groups",), marks=pytest.mark.deep)], ids=",".join)
+def test_training_equals_one_device(ranks: Ranks, labels: tuple[str, ...]) -> None:
+    for found in ranks.run(train, labels):
         assert max(found.values()) < 1e-10, found
 
 

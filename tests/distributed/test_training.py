@@ -48,7 +48,7 @@ PLANS: dict[str, dict[str, tuple[dict[str, str] | int, tuple[tuple[int, ...], ..
 
 
 SHORT = {
-    "mlp": {"search": LINE, "data": LINE, "tensor": SQUARE, "random": SQUARE},
+    "mlp": {"search": LINE, "tensor": SQUARE, "random": SQUARE},
     "gpt2": {"tensor": SQUARE, "queries": SQUARE},
     "llama": {"sharded": SQUARE},
     "tied": {},
@@ -94,7 +94,8 @@ def cases() -> list[Any]:
             label: (pins, tuple(s for s in meshes if SHORT[name].get(label) != s))
             for label, (pins, meshes) in plans.items()
         }
-        marks = [pytest.mark.deep] if name == "gpt2" else []  # test_memory_repair.py has one
+        # test_memory_repair.py has one of the first, test_overlap.py one of the second.
+        marks = [pytest.mark.deep] if name in ("gpt2", "llama") else []
         found += [pytest.param(name, short, id=name, marks=marks)] if short else []
         found += [
             pytest.param(name, rest, id=f"{name}-more", marks=pytest.mark.deep),

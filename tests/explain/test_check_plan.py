@@ -42,7 +42,7 @@ def planned(model: str = "mlp", **options: Any) -> Plan:
         ("mlp", STAGES, None),
         ("mlp", Search(pins={"microbatches": 2}), "1GiB"),
         ("residual", Search(tie_layers=False), None),
-        ("cnn", Search(pins={"recompute": "none"}), None),
+        pytest.param("cnn", Search(pins={"recompute": "none"}), None, marks=pytest.mark.deep),
     ],
 )
 def test_a_plan_is_what_it_says(model: str, search: Search, memory: str | None) -> None:
@@ -134,7 +134,7 @@ def test_another_model_or_batch() -> None:
         plan.check(zoo.mlp()[0], zoo.mlp(batch=16)[1])
 
 
-@pytest.mark.parametrize("memory", [None, 1e10])
+@pytest.mark.parametrize("memory", [None, pytest.param(1e10, marks=pytest.mark.deep)])
 def test_deep_models_planned_from_three_layers_or_all(memory: float | None) -> None:
     batch = torch.zeros(8, 4), torch.zeros(8, 8)
     of_three = autopar.plan(Deep(9), batch, cluster="h100", axes=AXES, memory=memory)

@@ -32,8 +32,8 @@ def test_a_step_is_its_parts() -> None:
     assert found.step_seconds == found.pipeline_seconds + found.reduce_seconds + found.update_seconds
     assert 0 < found.bubble < 1
     assert found.reduce_seconds > 0
-    assert predicted(pp=2, tp=2).reduce_seconds == 0
-    assert predicted(dp=2, tp=2).bubble == 0
+    assert predicted(pp=2).reduce_seconds == 0
+    assert predicted(dp=2).bubble == 0
 
 
 def test_parameters_and_state_are_the_models() -> None:
@@ -65,6 +65,7 @@ def test_recomputation_trades_time_for_memory() -> None:
     assert 0 < scores.memory_bytes["recomputed"] < again.memory_bytes["recomputed"]
 
 
+@pytest.mark.deep
 def test_sequence_parallelism_keeps_less_also_of_one_sample() -> None:
     """One sample has no factor of rows; its sequence is found all the same."""
     kept = []
@@ -95,6 +96,7 @@ def test_interleaved_runs_idle_less_and_hold_more() -> None:
         predicted(virtual=2, pp=2)
 
 
+@pytest.mark.deep
 def test_gpipe_takes_the_time_of_1f1b_and_more_memory() -> None:
     gpipe, one = (predicted(schedule=schedule, pp=4) for schedule in ("gpipe", "1f1b"))
     assert gpipe.memory_bytes["activations"] > one.memory_bytes["activations"]

@@ -58,7 +58,7 @@ def test_one_device_keeps_what_the_paper_says() -> None:
     assert found["layers.1"].saved == published("none", 1) + STATISTICS
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", [4, pytest.param(2, marks=pytest.mark.deep)])
 def test_tensor_parallelism_keeps_what_the_paper_says(tensor: int) -> None:
     found = parts(tensor=tensor, recipe="megatron")
     assert found["layers.1"].saved == published("tensor", tensor) + STATISTICS

@@ -82,6 +82,12 @@ ATTENTION = (
           "h = PPo.transpose(1, 2).reshape(-1, SS, CC)",
           "self.PPl = nn.Linear(CC, 3 * CC)\nself.register_buffer('PPmask', torch.ones(SS, SS, dtype=torch.bool).tril())",
           when=even_channels),
+    Piece("attention under a mask's function", "PPd = (h.detach().sum(-1) * 3).long().abs() % 3\nPPa = torch.arange(SS)\n"
+          "PPm = <<(PPa[:, None] >= PPa) & (PPa[:, None] - PPa < 2)|(PPa[:, None] - PPa).abs() < 2|"
+          "PPd[:, None, :, None] == PPd[:, None, None]|(PPd[:, None, None] < 2) & torch.ones(SS, SS).bool().tril()|"
+          "(PPa - PPa[:, None]).to(h) * self.PPs>>\n"
+          "h = F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None], PPm).squeeze(1)",
+          "self.register_buffer('PPs', torch.tensor(0.5))"),
     Piece("attention of a permuted convolution",
           "PPq, PPk, PPv = self.PPc(h.transpose(1, 2)).reshape(-1, 3, 1, CC, SS).transpose(-1, -2)"
           "<<|.contiguous()>>.unbind(1)\n"

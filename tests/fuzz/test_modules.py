@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -14,8 +14,11 @@ from tests.fuzz.piece import At
 from tests.fuzz.render import script, source
 from tests.fuzz.shrink import shrunk, smaller_than
 
-ONE, PLANS = 100, 60
-"""Modules in `make test`: on one device, and under random plans."""
+BRIEF = {"one": 50, "plans": 20}
+"""Modules in `make test`: on one device, and under random plans; those that have most features for what they take."""
+
+POOL = 1000
+"""Seeds of which they are chosen."""
 
 CHUNK = 10
 
@@ -34,15 +37,22 @@ def objects_of_other_tests() -> Iterator[None]:
     gc.unfreeze()
 
 
-def cases(mode: str, first: int, count: int) -> Iterator[Case]:
-    """The first cases of a mode from a seed on, without those of open bugs."""
-    drawn = (draw(seed, mode) for seed in range(first, first + count))
-    return (case for case in drawn if not OPEN & set(case.features))
+def brief(mode: str) -> Iterator[Case]:
+    """Cases of `make test`: each in turn brings most features that none before it has, for the size of its loop."""
+    left = {seed: draw(seed, mode) for seed in range(POOL)}
+    seen: set[str] = set()
+    for _ in range(BRIEF[mode]):
+        worth = {s: len({*c.features} - seen) / ((2 + len(c.features)) * (1 + len(c.calls))) for s, c in left.items()}
+        case = left.pop(max(worth, key=worth.__getitem__))
+        seen.update(case.features)
+        yield case
 
 
-def check(mode: str, first: int, count: int) -> None:
+def check(mode: str, cases: Iterable[Case]) -> None:
     kinds: Counter[str] = Counter()
-    for case in cases(mode, first, count):
+    for case in cases:
+        if OPEN & set(case.features):
+            continue
         outcome = judge(case, mode)
         kinds[outcome.kind] += 1
         assert outcome.kind not in ("wrong", "crash"), told(case, mode, outcome)
@@ -55,19 +65,21 @@ def told(case: Case, mode: str, outcome: Outcome) -> str:
     return f"{outcome.kind}: {outcome.text}\n{case.as_json()} in mode {mode}:\n{source(case)}"
 
 
-def chunks(count: int, near: int) -> list[object]:
-    """Starts of chunks, those behind ``near`` for the deep suite."""
-    return [pytest.param(s, marks=() if s < near else pytest.mark.deep) for s in range(0, count, CHUNK)]
+@pytest.mark.parametrize("mode", BRIEF)
+def test_modules_of_many_features(mode: str) -> None:
+    check(mode, brief(mode))
 
 
-@pytest.mark.parametrize("first", chunks(DEEP_ONE, ONE))
+@pytest.mark.deep
+@pytest.mark.parametrize("first", range(0, DEEP_ONE, CHUNK))
 def test_modules_on_one_device(first: int) -> None:
-    check("one", first, CHUNK)
+    check("one", (draw(seed, "one") for seed in range(first, first + CHUNK)))
 
 
-@pytest.mark.parametrize("first", chunks(DEEP_PLANS, PLANS))
+@pytest.mark.deep
+@pytest.mark.parametrize("first", range(0, DEEP_PLANS, CHUNK))
 def test_modules_under_random_plans(first: int) -> None:
-    check("plans", first, CHUNK)
+    check("plans", (draw(seed, "plans") for seed in range(first, first + CHUNK)))
 
 
 def test_a_case_is_given_by_its_seed_and_by_its_text() -> None:

@@ -182,22 +182,24 @@ def test_prediction_of_a_solved_plan() -> None:
 
 
 SCRIPT = """
-import hashlib, json, sys, torch
+import hashlib, json, sys
+import torch
 torch.set_num_threads(1)
 from autopar.compiler import solve
 from tests import models
-program, _, _ = models.captured("gpt2", seq=4)
+program, _, _ = models.captured(sys.argv[1])
 plan = solve(program, {"node": 2, "gpu": 4}, "h100")
 sys.stdout.write("plan " + hashlib.sha256(json.dumps(plan.to_dict()).encode()).hexdigest())
 """
 
 
 @pytest.mark.slow
-def test_same_plan_under_any_hash_seed() -> None:
+@pytest.mark.parametrize("name", ["mlp", *(pytest.param(n, marks=pytest.mark.deep) for n in ("encoder", "gpt2"))])
+def test_same_plan_under_any_hash_seed(name: str) -> None:
     """This process has a seed of its own, another one has its."""
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, name]
     other = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert other.returncode == 0, other.stderr[-2000:]
-    plan = solve(models.captured("gpt2", seq=4)[0], {"node": 2, "gpu": 4}, "h100")
+    plan = solve(models.captured(name)[0], {"node": 2, "gpu": 4}, "h100")
     assert other.stdout.rpartition("plan ")[2] == hashlib.sha256(json.dumps(plan.to_dict()).encode()).hexdigest()

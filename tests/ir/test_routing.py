@@ -23,7 +23,7 @@ def computed(
     made = grouped_mm(rows, weight, ends)
     back = route(grad, order, k)
     sums = [ends, add_by_expert(made, experts, EXPERTS), grouped_mm(rows.T, back, ends)]
-    return [collect(made * made, order, k), route(ids, order, 1) - experts, *sums]
+    return [collect(made * made, order, k, len(order)), route(ids, order, 1) - experts, *sums]
 
 
 @given(st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(0, 10**6), st.booleans())
@@ -46,7 +46,7 @@ def test_devices_sort_their_own(k: int, devices: int, seed: int, skewed: bool) -
 def test_collect_is_the_transpose_of_route(k: int) -> None:
     order = torch.randperm(4 * k)
     x, rows = torch.randn(4, 3, dtype=torch.float64), torch.randn(4 * k, 3, dtype=torch.float64)
-    torch.testing.assert_close((route(x, order, k) * rows).sum(), (x * collect(rows, order, k)).sum())
+    torch.testing.assert_close((route(x, order, k) * rows).sum(), (x * collect(rows, order, k, 4 * k)).sum())
 
 
 def test_experts_without_rows_end_where_they_begin() -> None:

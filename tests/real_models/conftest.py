@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import _pool, ranks  # noqa: F401  fixtures
+from tests.distributed.conftest import _pools, ranks, two_ranks  # noqa: F401  fixtures
 
 LIBRARIES = ("timm", "diffusers", "peft", "transformers")
 HERE = Path(__file__).parent

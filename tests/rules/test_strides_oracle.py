@@ -10,13 +10,15 @@ import torch
 
 from autopar.errors import InvalidRuleError
 from autopar.ir.ops.attention import attention, attention_backward, attention_drawing_backward
+from autopar.ir.ops.float8 import block_product, product
 from autopar.ir.ops.routing import collect
+from autopar.ir.ops.sequence.masked_attention import attention_masked, attention_masked_backward
 from autopar.rules.oracle.call import map_tensors, rule_of
 from autopar.rules.oracle.strides import check_strides
 from autopar.rules.rule import ANY, LAST, MATRIX, PAIRS, ROW_MAJOR, Rule, find_rule, required_strides, rule
 from autopar.rules.shapes.known_strides import ELEMENTWISE, LAST_RESULTS, OTHERWISE, ROW_MAJOR_RESULTS
 from autopar.rules.strides import meet, meets, other_strides, random_strides
-from tests.strategies.sample import Sample, call, positive, x
+from tests.strategies.sample import Sample, Samples, about, by_operator, call, positive, x
 from tests.strategies.samples import all_samples
 from tests.strategies.stand_ins import STAND_INS
 
@@ -51,10 +53,12 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("sample", [*SAMPLES, *ROWS], ids=str)
-def test_rule(sample: Sample):
-    expanded = sample.target not in SEVERAL_RESULTS
-    check_strides(sample.target, sample.args, sample.kwargs, run=STAND_INS.get(sample.target), expanded=expanded)
+@pytest.mark.parametrize("samples", by_operator([*SAMPLES, *ROWS]))
+def test_rule(samples: Samples):
+    for sample in samples:
+        with about(sample):
+            expanded, run = sample.target not in SEVERAL_RESULTS, STAND_INS.get(sample.target)
+            check_strides(sample.target, sample.args, sample.kwargs, run=run, expanded=expanded)
 
 
 DECLARED = [
@@ -63,13 +67,16 @@ DECLARED = [
 ]  # fmt: skip
 ON_GPUS_ONLY = {
     aten._fused_rms_norm_backward.default, aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._grouped_mm.default, attention_drawing_backward,
+    aten._grouped_mm.default, attention_drawing_backward, product, block_product,
 }  # fmt: skip
 """What stands in for their kernels here does not need what they do."""
 
 
 def is_formula(sample: Sample) -> bool:
     """Whether attention is computed by its formula on a CPU: with the bias's gradient, and values of their own size."""
+    if sample.target in (attention_masked, attention_masked_backward):
+        query, _, value = sample.args[sample.target is attention_masked_backward :][:3]
+        return query.shape[-1] != value.shape[-1]
     if sample.target is attention_backward:
         return sample.args[-1] or sample.args[1].shape[-1] != sample.args[3].shape[-1]
     return sample.target is attention and sample.args[0].shape[-1] != sample.args[2].shape[-1]

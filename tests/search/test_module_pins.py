@@ -87,9 +87,19 @@ def test_modules_hand_on_what_they_return(name: str) -> None:
 @pytest.mark.parametrize(
     ("axes", "pins", "shown"),
     [
-        ({"a": 2}, {"*.mlp": "S(1)"}, {"model.layers.0.mlp": {("S(1.0)",), ("S(0.1)",)}}),
+        pytest.param(
+            {"a": 2},
+            {"*.mlp": "S(1)"},
+            {"model.layers.0.mlp": {("S(1.0)",), ("S(0.1)",)}},
+            marks=pytest.mark.deep,
+        ),
         ({"a": 2}, {"*.q_proj": "S(2)", "*.mlp": "R"}, {"model.layers.0.self_attn.q_proj": {("S(1.0)",)}}),
-        ({"a": 2}, {"*.rotary_emb:1": "S(1)", "model.norm": "R"}, {"model.rotary_emb:1": {("S(1.0)",)}}),
+        pytest.param(
+            {"a": 2},
+            {"*.rotary_emb:1": "S(1)", "model.norm": "R"},
+            {"model.rotary_emb:1": {("S(1.0)",)}},
+            marks=pytest.mark.deep,
+        ),
         pytest.param(
             {"a": 2, "b": 2},
             {"*.layers.[01]": ("S(0)", "S(1)")},
@@ -238,6 +248,7 @@ def test_tied_and_untied_layers() -> None:
     equal("gpt2", apart, **arguments)
 
 
+@pytest.mark.deep
 def test_microbatches() -> None:
     """In each part of the batch; where the module's own shape is not in the graph, too."""
     program, axes = models.captured("llama")[0], {"a": 2}

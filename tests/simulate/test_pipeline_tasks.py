@@ -122,6 +122,19 @@ def test_a_timeline_by_hand() -> None:
     assert timeline.bubble == pytest.approx({0: 7 / 17, 1: 7 / 17})
 
 
+def test_messages_occupy_both_ends() -> None:
+    """Of two stages the one with the most to do sends two results and receives two gradients, half a second each."""
+    rows = order("1f1b", 2, 2)
+    free, taken = (simulate(pipeline(rows, 2, 1, 2, 1, occupied=seconds)) for seconds in (0.0, 0.5))
+    assert taken.busy == pytest.approx({device: seconds + 4 * 0.5 for device, seconds in free.busy.items()})
+    assert taken.step_seconds > free.step_seconds
+    alone = order("interleaved", 1, 2, virtual=2)  # stages of one device pass values on in memory
+    assert (
+        simulate(pipeline(alone, 1, 1, 1, 9, occupied=3)).step_seconds
+        == simulate(pipeline(alone, 1, 1, 1)).step_seconds
+    )
+
+
 def test_stages_may_differ() -> None:
     """The last stage takes longest: it works without a pause from its first microbatch on."""
     rows = order("1f1b", 3, 5)

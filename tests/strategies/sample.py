@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -24,6 +27,27 @@ class Sample:
 
         named = [f"{k}={text(v)}" for k, v in self.kwargs.items()]
         return f"{str(self.target).removeprefix('aten.')}({','.join([*map(text, self.args), *named])})"
+
+
+Samples = tuple[Sample, ...]
+
+
+def by_operator(samples: Iterable[Sample]) -> Iterator[Any]:
+    """Parameters of a test that takes all samples of an operator: there are more of them than a test is worth."""
+    found: dict[str, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(str(sample.target), []).append(sample)
+    return (pytest.param(tuple(of_one), id=name.removeprefix("aten.")) for name, of_one in found.items())
+
+
+@contextmanager
+def about(sample: Sample) -> Iterator[Sample]:
+    """Whatever fails within says of which sample."""
+    try:
+        yield sample
+    except BaseException as e:
+        e.add_note(f"of the sample {sample}")
+        raise
 
 
 def call(target: Any, *args: Any, **kwargs: Any) -> Sample:

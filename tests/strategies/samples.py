@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from autopar.ir.ops import float8
 from autopar.strategies import pointwise
 from tests.strategies import samples_layers, samples_sequences, samples_torch
 from tests.strategies.sample import Sample, boolean, call, integer, positive, restart, x
@@ -114,6 +115,19 @@ def matmul() -> Iterator[Sample]:
     yield call(aten.bmm.default, x(2, 4, 6), x(2, 6, 2))
     yield call(aten.mv.default, x(4, 6), x(6))
     yield call(aten.dot.default, x(4), x(4))
+    for dims in ([0, 1], [0], [1]):
+        yield call(float8.scale, x(4, 6), dims, "e5m2")
+        yield call(float8.quantize, x(4, 6), positive(*(1 if d in dims else n for d, n in enumerate((4, 6)))), "e4m3")
+    yield call(float8.block_scale, x(4, 128), "e5m2")
+    yield call(float8.block_quantize, x(4, 128), integer(8, 4, 4).to(torch.uint8) + 124, "e4m3")
+    bytes_of = [integer(96, n, 128).to(torch.uint8) for n in (4, 2)]
+    exponents = [integer(8, n, 4).to(torch.uint8) + 124 for n in (4, 2)]
+    yield call(float8.block_product, *bytes_of, *exponents, "e5m2", "e4m3", torch.float64)
+    for rows, columns in ((4, 2), (1, 1)):
+        # Bytes of finite numbers in either format.
+        bytes_of = [integer(96, n, 6).to(torch.uint8) for n in (4, 2)]
+        scales = [positive(n, 1) for n in (rows, columns)]
+        yield call(float8.product, *bytes_of, *scales, "e5m2", "e4m3", torch.float64)
 
 
 def view() -> Iterator[Sample]:

@@ -32,6 +32,28 @@ def scans() -> Iterator[Sample]:
     yield call(aten.cumsum.default, torch.tensor([1.0, 2.0, torch.inf, 4.0, torch.nan, 1.0, 1.0, 1.0]), 0)
 
 
+def masked_attention() -> Iterator[Sample]:
+    """Windows, documents, both, a bias, and keys of another sequence; head sizes of values, groups of queries."""
+    forward, backward = ours.attention_masked.default, ours.attention_masked_backward.default
+    same, document = '[["aten.eq.Tensor", "%0", "%1"]]', torch.tensor([[0] * 3 + [1] * 5, [0] * 6 + [1] * 2])
+    ids = [document[:, None, :, None], document[:, None, None, :]]
+    for heads, leaves, formula, added, before, after in (
+        (2, [], "", False, 1, 0),
+        (4, [], "", False, 2, 1),
+        (1, ids, same, False, 8, 0),
+        (2, ids, same, False, 2, 0),
+        (2, [x(1, 4, 1, 1), x(1, 1, 1, 8)], '[["aten.mul.Tensor", "%0", "%1"]]', True, 8, 0),
+    ):
+        wide = 6 if heads == 4 else 4
+        q, k, v = x(2, 4, 8, 4), x(2, heads, 8, 4), x(2, heads, 8, wide)
+        mask = (formula, added, before, after, 0, 0, 8, 0.7)
+        saved = forward(q, k, v, leaves, *mask)
+        yield call(forward, q, k, v, leaves, *mask)
+        yield call(backward, x(2, 4, 8, wide), q, k, v, leaves, *saved, *mask)
+    q, k = x(2, 2, 4, 4), x(2, 2, 8, 4)
+    yield call(forward, q, k, k, [boolean(2, 1, 1, 8)], '[["aten.alias.default", "%0"]]', False, 8, 8, 0, 0, 8, None)
+
+
 def shifts() -> Iterator[Sample]:
     yield call(aten.flip.default, x(2, 4), [1])
     yield call(aten.flip.default, x(2, 4, 8), [0, -1])
@@ -83,4 +105,4 @@ def convolutions() -> Iterator[Sample]:
     yield from both(x(2, 2, 8, 8), x(4, 1, 3, 3), True, [2, 2], [1, 1], [1, 1], False, [0, 0], 2)
 
 
-FAMILIES = (scans, shifts, convolutions)
+FAMILIES = (scans, masked_attention, shifts, convolutions)

@@ -16,7 +16,7 @@ from autopar.rules.oracle.sharding import check_rule
 from autopar.rules.rule import letter_sizes, registered
 from autopar.sharding.lowered.emit import LocalTracer
 from tests.strategies.proven import FILE, counts
-from tests.strategies.sample import Sample
+from tests.strategies.sample import Sample, Samples, about, by_operator
 from tests.strategies.samples import all_samples
 from tests.strategies.stand_ins import STAND_INS
 
@@ -41,12 +41,14 @@ def test_the_list_of_rules_says_how_many_samples():
     assert json.loads(FILE.read_text()) == counts(), "run: python -m tests.strategies.proven"
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
-def test_rule(sample: Sample):
-    if rule_of(sample.target, sample.args, sample.kwargs).random:
-        check_random(sample.target, sample.args, sample.kwargs)
-        return
-    check_rule(sample.target, sample.args, sample.kwargs, run=STAND_INS.get(sample.target))
+@pytest.mark.parametrize("samples", by_operator(SAMPLES))
+def test_rule(samples: Samples):
+    for sample in samples:
+        with about(sample):
+            if rule_of(sample.target, sample.args, sample.kwargs).random:
+                check_random(sample.target, sample.args, sample.kwargs)
+            else:
+                check_rule(sample.target, sample.args, sample.kwargs, run=STAND_INS.get(sample.target))
 
 
 class _Alone:
@@ -87,9 +89,15 @@ class _Alone:
 LOWERED = [s for s in SAMPLES if rule_of(s.target, s.args, s.kwargs).lower]
 
 
-@pytest.mark.parametrize("sample", LOWERED, ids=str)
-def test_lowerings_write_graphs(sample: Sample):
+@pytest.mark.parametrize("samples", by_operator(LOWERED))
+def test_lowerings_write_graphs(samples: Samples):
     """Lowerings are called with graph proxies: they compute with operators only, and on one device what it does."""
+    for sample in samples:
+        with about(sample):
+            check_lowerings(sample)
+
+
+def check_lowerings(sample: Sample) -> None:
     rule = rule_of(sample.target, sample.args, sample.kwargs)
     tensors = [a for a in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(a, torch.Tensor)]
     outputs = sample.target(*sample.args, **sample.kwargs)
@@ -125,6 +133,8 @@ def test_lowerings_write_graphs(sample: Sample):
             ) if wanted is not None else None
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
-def test_padding(sample: Sample):
-    check_padding(sample.target, sample.args, sample.kwargs, run=STAND_INS.get(sample.target))
+@pytest.mark.parametrize("samples", by_operator(SAMPLES))
+def test_padding(samples: Samples):
+    for sample in samples:
+        with about(sample):
+            check_padding(sample.target, sample.args, sample.kwargs, run=STAND_INS.get(sample.target))

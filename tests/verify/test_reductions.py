@@ -59,7 +59,7 @@ def batch_of(model: nn.Module, step: int = 0) -> dict[str, Tensor]:
 @pytest.mark.parametrize("make", [pytest.param(Moments, marks=pytest.mark.deep), Bags])
 def test_random_plans(make: type[nn.Module]) -> None:
     model = make()
-    for seed in range(6):
+    for seed in range(3):
         report = autopar.verify(model, batch_of(model), AXES, plan="random", seed=seed)
         assert report.max_error <= 1e-10, f"seed {seed}, {report.worst}: {report.max_error}"
         expected = after_adamw(dict(model.named_parameters()), report.reference_gradients)

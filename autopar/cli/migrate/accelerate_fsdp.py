@@ -30,7 +30,10 @@ REASONS: Reasons = {
     "commands": _LAUNCH,
     "command_file": _LAUNCH,
     "dynamo_config*": (NO_COUNTERPART, "compile=True of parallelize takes inductor's defaults"),
-    "fp8_config*": (NO_COUNTERPART, "there is no float8"),
+    "fp8_config*": (
+        NO_COUNTERPART,
+        "float8 layers are asked for by hand: precision='fp8' with Search(inexact=('fp8',))",
+    ),
     "fsdp_config.fsdp_auto_wrap_policy": _WRAPPING,
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": _WRAPPING,
     "fsdp_config.fsdp_min_num_params": _WRAPPING,
@@ -207,7 +210,10 @@ def _precision(keys: Keys) -> str | None:
     keys.translate("fsdp_config.fsdp_mixed_precision_policy", "precision: it wins over mixed_precision")
     found = {False: "no", "fp32": "no"}.get(policy or mixed, policy or mixed)
     if mixed == "fp8" or found == "fp8":
-        keys.lack("mixed_precision", "there is no float8; precision='bf16' is the nearest")
+        keys.lack(
+            "mixed_precision",
+            "float8 layers change the numbers: ask for them by hand, precision='fp8' with Search(inexact=('fp8',))",
+        )
         return None
     if found == "no":
         keys.drop("mixed_precision", "the model's own dtypes")

@@ -52,11 +52,7 @@ REASONS: Reasons = {
     "zero_optimization.mics_hierarchical_params_gather": (NOT_NEEDED, "costs of links decide how gathers are made"),
     "zero_optimization.use_multi_rank_bucket_allreduce": _BUCKETS,
     "zero_optimization.cpu_offload*": (NO_COUNTERPART, "an old spelling: write offload_optimizer and offload_param"),
-    "zero_optimization.zero_hpz_partition_size": (
-        NO_COUNTERPART,
-        "ZeRO++'s second copy within a node; recipe hsdp gathers within a node only, and takes more memory",
-    ),
-    "zero_optimization.zero_quantized_*": _NUMBERS,
+    "zero_optimization.zero_quantized_nontrainable_weights": _NUMBERS,
     "zero_optimization.offload_optimizer.*": (NOT_NEEDED, "how copies to the host are made follows from the plan"),
     "activation_checkpointing.cpu_checkpointing": (
         NO_COUNTERPART,
@@ -132,7 +128,9 @@ def of_deepspeed(keys: Keys, devices: int | None) -> Setup:
     pins = _offload(keys)
     data = _zero(keys)
     replicas, shards = _mics(keys, data)
+    quantized = _quantized(keys, data)
     stages = _stages(keys)
+    secondary = _secondary(keys, data, alone=replicas == 1 and stages == 1)
     parallelism = Parallelism(
         data=data,
         replicas=replicas,
@@ -141,6 +139,8 @@ def of_deepspeed(keys: Keys, devices: int | None) -> Setup:
         tensor=_size(keys, "tensor_parallel.autotp_size", "tensor", "the model's graph says what is split"),
         stages=stages,
         pins=pins,
+        quantized=quantized,
+        secondary=secondary,
     )
     parallelism = on_devices(parallelism, devices, str(keys.file))
     count, rows = _microbatches(keys, parallelism, compute)
@@ -205,6 +205,35 @@ def _mics(keys: Keys, data: str) -> tuple[int | None, int | None]:
         return 1, None
     keys.translate(key, f"parameters are split in groups of {size}, as in recipe 'hsdp'")
     return None, size
+
+
+def _quantized(keys: Keys, data: str) -> dict[str, int]:
+    """Bits of what is gathered and reduced: ZeRO++."""
+    found = {}
+    for what, bits in (("weights", 8), ("gradients", 4)):
+        key = f"zero_optimization.zero_quantized_{what}"
+        if not keys.read(key, FLAG, False):
+            keys.drop(key, "numbers are sent whole, as without it")
+        elif data != FSDP:
+            keys.lack(key, f"recipe {data!r} is not stage 3, of which alone DeepSpeed quantizes {what}")
+        else:
+            found[what] = bits
+            keys.translate(key, f"quantized={{'data': {{{what!r}: {bits}}}}} with inexact=('quantized',)")
+    return found
+
+
+def _secondary(keys: Keys, data: str, *, alone: bool) -> int:
+    """Devices of a node that share a copy of the parameters: ZeRO++'s hpZ."""
+    key = "zero_optimization.zero_hpz_partition_size"
+    size: int = keys.read(key, COUNT, 1)
+    if size == 1:
+        keys.drop(key, "a copy on one device is no partition, as without it")
+    elif data != FSDP or not alone:
+        keys.lack(key, "it is of stage 3 without mics_shard_size, and of no pipeline")
+        return 1
+    else:
+        keys.translate(key, f"pin secondary='data', an axis of {size} within the axis node")
+    return size
 
 
 def _offload(keys: Keys) -> dict[str, Any]:
@@ -297,7 +326,7 @@ def _parts(parallelism: Parallelism) -> int | None:
     """Into how many parts the batch is split; None where that depends on the devices."""
     found = 1
     for axis, size in parallelism.axes.items():
-        if axis in ("replica", "data", "expert"):
+        if axis in ("replica", "node", "data", "expert"):
             if size is None:
                 return None
             found *= size

@@ -30,6 +30,8 @@ class Parallelism:
         sequence: whether they split the sequence between these layers.
         stages: devices of a pipeline; ``"search"`` leaves them to the search.
         pins: of `autopar.Search`.
+        quantized: bits of ``weights`` and ``gradients`` along the axes of the shards.
+        secondary: of the shards, devices over which copies for the backward pass are split; 1: there are none.
     """
 
     data: str = DDP
@@ -41,13 +43,18 @@ class Parallelism:
     sequence: bool = False
     stages: int | str = 1
     pins: Mapping[str, Any] = field(default_factory=dict)
+    quantized: Mapping[str, int] = field(default_factory=dict)
+    secondary: int = 1
 
     @property
     def axes(self) -> dict[str, int | None]:
         """Mesh axes, outermost first; one at most is open."""
         stages = self.stages if isinstance(self.stages, int) else 1
         found: dict[str, int | None] = {"stage": stages, "replica": self.replicas}
-        found |= {"data": self.shards, "expert": self.expert, "context": self.context, "tensor": self.tensor}
+        shards = {"data": self.shards}
+        if self.secondary > 1:
+            shards = {"node": None if self.shards is None else self.shards // self.secondary, "data": self.secondary}
+        found |= {**shards, "expert": self.expert, "context": self.context, "tensor": self.tensor}
         sizes = {name: size for name, size in found.items() if size != 1}
         return sizes or {"data": 1}
 
@@ -60,15 +67,21 @@ class Parallelism:
         elif self.stages > 1:
             pins = {"stages": self.stages, "stage_axis": "stage", **pins}
         role = {"replica": "data", "data": ROLE[self.data], "expert": "expert", "context": "context"}
+        role["node"] = ROLE[self.data]
+        if "node" in axes:
+            pins["secondary"] = "data"
         role["tensor"] = "sequence" if self.sequence else "tensor"
         roles = {axis: role[axis] for axis in axes}
         found: dict[str, Any] = {}
-        if axes == ["data"] and "stages" not in pins:
+        if axes in (["data"], ["node", "data"]) and "stages" not in pins:
             found["recipe"] = self.data
         elif axes == ["replica", "data"] and "stages" not in pins and self.data == FSDP:
             found["recipe"] = "hsdp"
         elif roles:
             found["roles"] = roles
+        quantized = {axis: dict(self.quantized) for axis in ("node", "data") if self.quantized and axis in axes}
+        if quantized:
+            found |= {"quantized": quantized, "inexact": ("quantized",)}
         return {**found, **({"pins": pins} if pins else {})}
 
 
@@ -125,6 +138,7 @@ class Setup:
             "recipe": search.get("recipe"),
             "roles": search.get("roles", {}),
             "pins": search.get("pins", {}),
+            "quantized": search.get("quantized", {}),
             "precision": None if self.compute is None else {"compute": self.compute, "reduce": self.reduce or "fp32"},
             "memory": None,
             "optimizer": named,
@@ -208,4 +222,4 @@ def on_devices(setup: Parallelism, devices: int | None, file: str) -> Parallelis
         return setup
     # Replicas are open only where the shards of each are given.
     count = devices // fixed
-    return replace(setup, replicas=count) if left == ["replica"] else replace(setup, shards=count)
+    return replace(setup, replicas=count) if left == ["replica"] else replace(setup, shards=count * setup.secondary)

@@ -27,13 +27,13 @@ SECTIONS = (
 )  # fmt: skip
 
 _TRAINER = NOT_NEEDED, "it is of torchtitan's trainer, not of how a step is distributed; keep the script's own"
-_FLOAT8 = NO_COUNTERPART, "there is no float8"
+_FLOAT8 = NO_COUNTERPART, "float8 layers are asked for by hand: precision='fp8', inexact=('fp8',)"
 
 REASONS: Reasons = {
     "job.*": _TRAINER,
     "profiling.*": (NOT_NEEDED, "torch's profiler and `autopar trace` show the nodes of a step"),
     "metrics.*": (NOT_NEEDED, "`autopar run` prints the figures; callbacks of the integrations log them"),
-    "model.converters": (NO_COUNTERPART, "converters (float8) change the model: there is no float8"),
+    "model.converters": (NO_COUNTERPART, "they change the model; float8, by hand: precision='fp8', inexact=('fp8',)"),
     "model.*": _TRAINER,
     "checkpoint.*": (NOT_NEEDED, "autopar.checkpoint.save and load work on any mesh"),
     "lr_scheduler.*": (NO_COUNTERPART, "learning rates are set by the script: take a torch.optim.lr_scheduler"),

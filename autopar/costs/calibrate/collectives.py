@@ -23,11 +23,14 @@ c10d = torch.ops._c10d_functional
 SIZES = tuple(4**i for i in range(5, 14))
 """Bytes: from a kilobyte, where latency decides, to 64 MiB, where bandwidth does."""
 
-LONG = 2.0
-"""Seconds of one call after which larger sizes are left out: they would say the same."""
+LONG = 0.5
+"""Seconds of one call after which larger sizes are left out, and each call is timed once: more would say the same."""
 
 RUNS = 5
 """Of each collective; the median counts."""
+
+BRIEF, OFTEN = 1 << 16, 5
+"""Bytes up to which a collective takes so little that it runs several times as often: what it waits for varies."""
 
 SIDE, PRODUCTS = 256, 64
 """Rows and columns of the products that run beside reductions, and how many are timed to know what one takes."""
@@ -38,8 +41,8 @@ HIDDEN = (1 << 20, 1 << 22, 1 << 24)
 SMALL = 1 << 12
 """Bytes of reductions behind kernels, of which bandwidth decides nothing."""
 
-TURNS = 20
-"""How often."""
+TURNS = 5
+"""How often in a row."""
 
 BEFORE = (1e-3, 3e-3, 1e-2, 3e-2)
 """Seconds of the kernels before those, about."""
@@ -101,7 +104,8 @@ def measure_collectives(
                 continue
             # Elements of float32, a multiple of the members: each has an equal part.
             count = max(1, size // 4 // members) * members
-            seconds = _seconds(_collective(kind, count, members, device, group), runs, device)
+            times = runs * (OFTEN if size <= BRIEF else 1)
+            seconds = _seconds(_collective(kind, count, members, device, group), times, device)
             found.append(Sample(kind, "float32", (4 * count, members), seconds, level, stride))
             if tick is not None:
                 tick(len(found), total, str(found[-1]))
@@ -209,7 +213,9 @@ def _beside(size: int, group: Any, runs: int, kernels: _Kernels) -> float:
     """Seconds by which kernels are longer while a reduction runs, the mean of all ranks; they are longer than it is."""
     device = kernels.device
     reduce = _collective("all_reduce", size // 4, 1, device, group, wait=False)
-    count = max(1, math.ceil(2 * _seconds(lambda: c10d.wait_tensor(reduce()), runs, device) / kernels.each))
+    seconds = _seconds(lambda: c10d.wait_tensor(reduce()), 1, device)
+    runs = 1 if seconds > LONG else runs
+    count = max(1, math.ceil(2 * seconds / kernels.each))
     times = torch.zeros(2, dtype=torch.float64, device=device)
     for _ in range(runs):
         for i in range(2):  # beside it and alone, by turns
@@ -230,15 +236,19 @@ def _behind(seconds: float, group: Any, runs: int, kernels: _Kernels) -> float:
     On a CPU alone: a GPU's kernels are not as long as they are told to be to the microsecond, and share no cores.
     """
     reduce = _collective("all_reduce", SMALL // 4, 1, kernels.device, group)
-    alone, count = _seconds(reduce, runs, kernels.device), max(1, round(seconds / kernels.each))
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(TURNS):  # one behind the other: after a barrier all ranks would start alike
-        kernels.run(count)
-        reduce()
-    each = torch.tensor((time.perf_counter() - start) / TURNS, dtype=torch.float64)
-    dist.all_reduce(each, op=dist.ReduceOp.MAX)
-    return max(float(each) - count * kernels.each - alone, 1e-6)
+    alone, count = _seconds(reduce, OFTEN * runs, kernels.device), max(1, round(seconds / kernels.each))
+    times = torch.zeros(2, dtype=torch.float64)
+    for _ in range(runs):
+        for i in range(2):  # with reductions and without, by turns: kernels are not always as fast
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(TURNS):  # one behind the other: after a barrier all ranks would start alike
+                kernels.run(count)
+                if not i:
+                    reduce()
+            times[i] += (time.perf_counter() - start) / TURNS / runs
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return max(float(times[0] - times[1]) - alone, 1e-6)
 
 
 def _wait(device: torch.device) -> None:

@@ -81,6 +81,8 @@ def fit_link(
 ) -> Link:
     """The link whose collectives take the times of the samples.
 
+    The first kind of the samples has a factor of 1, see `Link.factors`; those of the others are fitted.
+
     Args:
         samples: collectives of one level.
         name: of the link.
@@ -95,11 +97,12 @@ def fit_link(
         raise ValueError("a link is fitted to collectives; there are none")
     # The largest message tells the bandwidth, the shortest time a member tells the latency.
     largest = max(samples, key=lambda s: s.sizes[0])
-    first = [largest.sizes[0] / largest.seconds, min(s.seconds / s.sizes[1] for s in samples)]
+    _, *others = dict.fromkeys(s.kind for s in samples)
+    first = [largest.sizes[0] / largest.seconds, min(s.seconds / s.sizes[1] for s in samples), *(1.0 for _ in others)]
 
     def link(logs: Floats) -> Link:
-        bandwidth, latency = (float(v) for v in np.exp(logs))
-        return Link(name, bandwidth, latency, algorithms, copies)
+        bandwidth, latency, *factors = (float(v) for v in np.exp(logs))
+        return Link(name, bandwidth, latency, algorithms, copies, factors=dict(zip(others, factors, strict=True)))
 
     return link(_least_squares(lambda logs: _ratios(samples, collectives_seconds(samples, link(logs), launch)), first))
 

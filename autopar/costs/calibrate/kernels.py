@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch.nn import functional
-from torch.utils.benchmark import Timer
 
 from autopar.costs.calibrate.sample import ATTENTION, LAUNCH, Sample
 
@@ -145,6 +144,8 @@ def _seconds(run: Callable[[], torch.Tensor], enough: float, *, replayed: bool) 
         enough: seconds that all of them take together, at least.
         replayed: calls are launched by a CUDA graph: a GPU waits for the host otherwise, whose time is another figure.
     """
+    from torch.utils.benchmark import Timer  # half of what importing this package would take, and steps need none
+
     # As many results as fit into `HELD` bytes: more would measure the allocator at its limit.
     calls = max(1, min(CALLS, HELD // max(run().nbytes, 1)))
     statement = "[run() for _ in range(calls)]"

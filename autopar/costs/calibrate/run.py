@@ -19,6 +19,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from autopar.costs.calibrate import collectives
+from autopar.costs.calibrate.allocator import keep_freed_memory
 from autopar.costs.calibrate.fit import fit_contention, fit_device, fit_link, fit_occupies, fit_wait
 from autopar.costs.calibrate.kernels import ENOUGH, Kernels, Tick, measure_kernels
 from autopar.costs.calibrate.sample import BEHIND, BESIDE, LAUNCH, Sample
@@ -113,6 +114,8 @@ def calibrate(
 def measure(settings: Settings, device: torch.device, tick: Tick | None = None) -> list[Sample]:
     """Kernels, on all ranks of the process group at once if there is one, and then its collectives."""
     dtypes = [getattr(torch, name) for name in settings.dtypes]
+    if device.type == "cpu":
+        keep_freed_memory()
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return measure_kernels(device, dtypes, settings.kernels, enough=settings.enough, tick=tick)
 

@@ -113,6 +113,7 @@ def slowest_link(links: Sequence[Link]) -> Link:
         contention=max(link.contention for link in links),
         wait=max(link.wait for link in links),
         occupies=max(link.occupies for link in links),
+        factors={kind: max(link.factors.get(kind, 1.0) for link in links) for kind in _named(links)},
     )
 
 
@@ -134,5 +135,11 @@ def pooled_link(links: Sequence[Link], weights: Sequence[float]) -> Link:
         copies=max(link.copies for link in links),
         wait=min(link.wait * w for link, w in both),
         occupies=min(link.occupies for link in links),
+        factors={kind: min(link.factors.get(kind, 1.0) for link in links) for kind in _named(links)},
         neighbors=max(neighbors),
     )
+
+
+def _named(links: Sequence[Link]) -> list[str]:
+    """The collectives that some link has a factor of."""
+    return list(dict.fromkeys(kind for link in links for kind in link.factors))

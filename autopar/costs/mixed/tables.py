@@ -34,7 +34,9 @@ def link_lines(header: str, link: Link) -> list[str]:
     lines = ["", header, f"name = {quote(link.name)}"]
     lines += [f"bandwidth = {link.bandwidth!r}", f"latency = {link.latency!r}"]
     lines += [f"algorithms = [{', '.join(map(quote, link.algorithms))}]"]
-    return lines + [f"{key} = {getattr(link, key)!r}" for key in LINK_OPTIONAL if getattr(link, key)]
+    lines += [f"{key} = {getattr(link, key)!r}" for key in LINK_OPTIONAL if getattr(link, key)]
+    factors = ", ".join(f"{kind} = {factor!r}" for kind, factor in link.factors.items())
+    return [*lines, *([f"factors = {{ {factors} }}"] if factors else [])]
 
 
 def quote(text: str) -> str:

@@ -228,9 +228,9 @@ class _ProfileBuilder:
         moves = all_moves(self.program, self.dims, self.assignment, tables)
         for (node, out), steps in moves.items():
             for move, _, _ in steps:
-                size = moved_bytes(self.dims.types[node, out], move, self.machine.sizes)
+                size = moved_bytes(self.dims.types[node, out], move, self.machine.sizes, self.machine.load)
                 if move.kind != "slice":  # a slice is local: a view of what is there
-                    found[node].append(ChargedCollective(move.kind, move.axis, size))
+                    found[node].append(ChargedCollective(move.collective, move.axis, size))
         for node, names in self.assignment.strategies.items():
             # Lowered code, such as a vocabulary's cross-entropy, all-reduces on its own.
             lowered = lowered_cost(self.dims.operators[node], names, self.machine)

@@ -53,7 +53,8 @@ def calibration_table(cluster: Cluster, samples: Sequence[Sample], fitted: Seque
                 f"{link.bandwidth / 1e9:.4g} GB/s, {format_seconds(link.latency)} a message"
                 + (f", contention {link.contention:.2g}" if link.contention else "")
                 + (f", {format_seconds(link.wait)} until all are there" if link.wait else "")
-                + (f", occupies the device for {link.occupies:.0%} of it" if link.occupies else ""),
+                + (f", occupies the device for {link.occupies:.0%} of it" if link.occupies else "")
+                + "".join(f", {kind} x {factor:.2g}" for kind, factor in link.factors.items()),
             )
             for link in cluster.links
         ),

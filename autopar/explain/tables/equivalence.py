@@ -35,6 +35,7 @@ def equivalence_dict(report: EquivalenceReport, tolerance: float) -> dict[str, A
         "note": report.note,
         "first_difference": None if equal or report.first_difference is None else str(report.first_difference),
         "axes": dict(report.plan.axes),
+        "sent_whole": list(map(str, report.plan.quantized)),
         "errors": errors,
     }
 
@@ -53,6 +54,7 @@ def equivalence_table(report: EquivalenceReport, tolerance: float, width: int = 
     if report.loss is not None and report.reference_loss is not None:
         rows.append(("loss", f"{float(report.loss):.15g}; plain model {float(report.reference_loss):.15g}"))
     rows.append(("against", f"{report.reference}; {report.note}" if report.note else report.reference))
+    rows += [("sent whole", f"what training sends in few bits: {each}") for each in report.plan.quantized]
     rows.append(("compared", f"{len(found)} tensors; error: largest difference over the tensor's largest entry"))
     if len(found) > LONGEST:
         rows.append(("", f"{len(found) - LONGEST} tensors with smaller errors are not shown; --json has all"))

@@ -124,6 +124,7 @@ class Mesh(_Table, frozen=True):
         roles: what each axis is for, see `autopar.Search`.
         recipe: layouts by the name of a parallelism, see `autopar.Search`.
         pins: what is decided by hand, see `autopar.Search`.
+        inexact: choices that change the numbers, see `autopar.Search`: ``fp8`` with such a precision.
         memory: of a device, such as ``70GiB``.
         cluster: a preset, or a TOML file.
         device: ``cuda`` or ``cpu``.
@@ -134,6 +135,7 @@ class Mesh(_Table, frozen=True):
     roles: dict[str, str] = {}
     recipe: str | None = None
     pins: dict[str, Any] = {}
+    inexact: tuple[str, ...] = ()
     memory: str | None = None
     cluster: str | None = None
     device: Literal["cuda", "cpu"] | None = None

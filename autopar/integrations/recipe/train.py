@@ -33,7 +33,7 @@ def train(recipe: Recipe) -> ParallelModule:
     """
     torch.manual_seed(recipe.seed)
     wanted = recipe.mesh
-    search = Search(recipe=wanted.recipe, roles=wanted.roles, pins=wanted.pins)
+    search = Search(recipe=wanted.recipe, roles=wanted.roles, pins=wanted.pins, inexact=wanted.inexact)
     # The launcher has taken the recipe's axes over, or others that were given to it.
     axes = None if os.environ.get(AXES) else wanted.axes or None
     devices = mesh(axes, device=wanted.device)

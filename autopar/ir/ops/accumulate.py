@@ -64,3 +64,6 @@ def _accumulate(term: torch.Tensor) -> torch.Tensor:
 _library.impl("accumulate", _accumulate, "CompositeExplicitAutograd")
 
 accumulate = torch.ops.autopar.accumulate.default
+
+KERNELS = {accumulate: _accumulate}
+"""What the operator does, for those who call it without torch's dispatcher."""

@@ -165,7 +165,8 @@ def kernel_call(node: fx.Node, device: torch.device) -> tuple[Any, tuple[Any, ..
     values: list[Any] = [t if t is None else t.meta["val"] for t in (query, key, value, bias)]
     shown: list[Any] = [t if t is None else torch.empty(t.shape, dtype=t.dtype, device=device) for t in values]
     # Torch's kernel has no gradient of the bias; of a tuple that a stage graph returns, another may take that of ours.
-    three = not grad or all(u.target is operator.getitem and u.args[1] in (0, 1, 2) for u in node.users)
+    backward = node.target is attention_backward
+    three = not backward or all(u.target is operator.getitem and u.args[1] in (0, 1, 2) for u in node.users)
     if kept is not None or bias_gradient or not three:
         return None
     if kernels.choose(shown[0], shown[1], shown[2], shown[3], 0.0, is_causal) != (kernels.CPU, False):

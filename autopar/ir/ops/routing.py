@@ -17,7 +17,7 @@ from torch import Tensor
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("sort_by_expert(Tensor experts, int k, int count) -> (Tensor, Tensor)")
 _library.define("route(Tensor tokens, Tensor order, int k) -> Tensor")
-_library.define("collect(Tensor rows, Tensor order, int k) -> Tensor")
+_library.define("collect(Tensor rows, Tensor order, int k, int count) -> Tensor")
 _library.define("group_ends(Tensor experts, int count) -> Tensor")
 _library.define("add_by_expert(Tensor rows, Tensor experts, int count) -> Tensor")
 
@@ -32,8 +32,10 @@ def _route(tokens: Tensor, order: Tensor, k: int) -> Tensor:
     return tokens.index_select(0, order if k == 1 else order // k)
 
 
-def _collect(rows: Tensor, order: Tensor, k: int) -> Tensor:
-    pairs = torch.empty_like(rows, memory_format=torch.contiguous_format)
+def _collect(rows: Tensor, order: Tensor, k: int, count: int) -> Tensor:
+    # Of a part of the rows the other pairs are zero.
+    make = rows.new_empty if len(rows) == count else rows.new_zeros
+    pairs = make((count, *rows.shape[1:]))
     pairs[order] = rows
     return pairs if k == 1 else pairs.reshape(-1, k, *rows.shape[1:]).sum(1, dtype=rows.dtype)
 
@@ -65,7 +67,7 @@ route = torch.ops.autopar.route.default
 
 collect = torch.ops.autopar.collect.default
 """Tokens ``[tokens, ...]`` of rows ``[tokens * k, ...]`` in an order, those of a token added up: what `route` is the
-transpose of."""
+transpose of. ``count`` is ``tokens * k``, also where rows and order are of some experts only: then these are terms."""
 
 group_ends = torch.ops.autopar.group_ends.default
 """Where the rows of each of ``count`` experts end, int32 ``[count]``, given the sorted experts."""

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from autopar.costs.collectives import wire_bytes
 from autopar.costs.outer_exchange import exchange_kind, exchange_size
-from autopar.module.low_communication.quantize import mean_of, quantize
+from autopar.ir.quantized.blocks import mean_of, quantize
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.costs.arguments import FLAG, number, optional, require, whole
-from autopar.module.low_communication.quantize import BITS
+from autopar.ir.quantized.blocks import BITS
 
 
 def _bits(value: Any) -> str | None:

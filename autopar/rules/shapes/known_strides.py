@@ -20,13 +20,15 @@ from autopar._torch_compat import OpOverload, storage_id
 from autopar.errors import InvalidRuleError
 from autopar.ir.graph import Value, map_nodes, producer, tensor_arguments, values_of
 from autopar.ir.node_info import info
-from autopar.ir.ops import attention, balanced_attention, cross_entropy, exchange, routing
+from autopar.ir.ops import attention, balanced_attention, cross_entropy, exchange, float8, routing
 from autopar.ir.ops.collectives import COALESCED, IN_PLACE, c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.random import replayed, seeded
 from autopar.ir.ops.rows import WRITES_ROWS, new_rows
+from autopar.ir.ops.sequence import masked_attention
 from autopar.ir.ops.sequence.send_block import send_block
 from autopar.ir.program import Program
+from autopar.ir.quantized.operators import QUANTIZERS
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Rule, Spec, find_rule, required_strides
 from autopar.rules.shapes.kernel_shapes import called, make, with_required_strides
 from autopar.rules.strides import meets
@@ -44,10 +46,13 @@ ROW_MAJOR_RESULTS = frozenset({
     aten.stack.default, aten.topk.default, aten.tril.default, aten.triu.default, aten.full.default, aten.zeros.default,
     aten.ones.default, aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default,
     aten.eye.default, cross_entropy.cross_entropy, cross_entropy.cross_entropy_backward,
+    float8.scale, float8.quantize, float8.product,
+    float8.block_scale, float8.block_quantize, float8.block_product,
     routing.sort_by_expert, routing.route, routing.collect, routing.group_ends, routing.add_by_expert,
     c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default, exchange.exchange_rows, balanced_attention.swap_blocks, send_block, new_rows,
-    *COALESCED.values(),
+    c10d.all_to_all_single.default, exchange.exchange_rows, exchange.own_rows, exchange.place_rows,
+    balanced_attention.swap_blocks, send_block, new_rows,
+    *COALESCED.values(), *QUANTIZERS,
 })  # fmt: skip
 """Operators that make new memory, row-major, whatever the strides of their arguments; the oracle's tests show it."""
 
@@ -72,7 +77,7 @@ OTHERWISE = frozenset({
 LAST_RESULTS = frozenset({
     aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
-    attention.attention, attention.attention_drawing,
+    attention.attention, attention.attention_drawing, masked_attention.attention_masked,
 })  # fmt: skip
 """Attention, in whose output the last dim is contiguous, whatever the others."""
 
@@ -80,7 +85,9 @@ _CHANNELS_LAST = (4, 5)
 """Numbers of dims with which a tensor may be in channels-last order: of others a concatenation is row-major."""
 
 _ATTENTION = frozenset({
-    attention.attention, attention.attention_backward, attention.attention_drawing, attention.attention_drawing_backward
+    attention.attention, attention.attention_backward, attention.attention_drawing,
+    attention.attention_drawing_backward,
+    masked_attention.attention_masked, masked_attention.attention_masked_backward,
 })  # fmt: skip
 """Our operators whose kernels ask for strides."""
 

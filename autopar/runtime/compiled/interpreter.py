@@ -28,7 +28,7 @@ from autopar._torch_compat import (
     is_boxed,
     said_by_kernel,
 )
-from autopar.ir.ops import attention, cross_entropy
+from autopar.ir.ops import accumulate, attention, cross_entropy
 from autopar.ir.ops.attention import CPU_KERNELS, kernel_call
 from autopar.runtime.compiled.executable import Executables
 from autopar.runtime.compiled.regions import Region, in_order
@@ -43,7 +43,7 @@ logger = logging.getLogger("autopar")
 
 _KNOWN = ("aten", "prims", "autopar", "_c10d_functional")
 
-DIRECT = {**attention.KERNELS, **cross_entropy.KERNELS}
+DIRECT = {**accumulate.KERNELS, **attention.KERNELS, **cross_entropy.KERNELS}
 """Operators of this package, and the functions that they are: calling those spares the way through torch."""
 
 _BY_VALUES = tuple("linalg cholesky lu_factor lu_solve inverse triangular multinomial assert bincount histc".split())

@@ -10,17 +10,27 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from autopar.runtime.launch.environment import AXES, BACKEND, FAILURES, PROGRESS, QUIET, TIMEOUT
+from autopar.runtime.launch.environment import AXES, BACKEND, FAILURES, NODES, PROGRESS, QUIET, SNAPSHOTS, TIMEOUT
 from autopar.runtime.launch.script import MODULE
+from autopar.runtime.launch.snapshot_folder import snapshot_folder
 
 LOCAL = "localhost:0"
 """Where processes of one node meet: at a port that is free."""
+
+COME_AND_GO = {"last_call_timeout": 3, "keep_alive_interval": 3, "keep_alive_max_attempt": 5, "read_timeout": 60}
+"""Of torch's rendezvous, in seconds, where nodes come and go: how long those that have met wait for more of them, and
+how often a node says that it is there. One that has not said so five times is gone: on a machine that is so busy that
+launchers come to nothing for seconds, fewer would take living ones for gone."""
+
+TOGETHER = 120.0
+"""The most seconds that processes wait for each other when they have been started, where nodes come and go: of a node
+that is lost then, nobody but they hears."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +39,28 @@ class Launch:
 
     Attributes:
         processes: of this node.
-        nodes: each of which has as many.
-        axes: of the mesh; empty: by nodes and devices.
+        nodes: each of which has as many; the most, where they may come and go.
+        axes: of the mesh, of which one size may be `autopar.runtime.launch.environment.OPEN`; empty: by nodes and
+            devices.
         meeting: host and port at which the nodes meet; None where there is one node.
         name: of the run, the same on all nodes.
         timeout: seconds that a process waits for the others to start.
         restarts: how often all processes are started anew after one failed.
         backend: of `autopar.mesh`; None: by the devices.
         quiet: of this node's processes only the first prints; why one fails is said all the same.
+        fewest: nodes with which the run goes on, where they may come and go; None: there are always ``nodes``.
     """
 
     processes: int
     nodes: int = 1
-    axes: Mapping[str, int] | None = None
+    axes: Mapping[str, int | str] | None = None
     meeting: str | None = None
     name: str = ""
     timeout: float = 600.0
     restarts: int = 0
     backend: str | None = None
     quiet: bool = False
+    fewest: int | None = None
 
 
 def launch(wanted: Launch, script: str, arguments: Sequence[str], *, is_module: bool = False, told: bool = True) -> int:
@@ -63,16 +76,26 @@ def launch(wanted: Launch, script: str, arguments: Sequence[str], *, is_module: 
     Returns:
         The exit code: 0, that of the rank which failed first, or 128 and the number of the signal that ended the run.
     """
-    with tempfile.TemporaryDirectory(prefix="autopar_run_") as folder, _environment(wanted, folder, told):
+    starts_anew = wanted.fewest is not None or wanted.restarts > 0
+    with (
+        tempfile.TemporaryDirectory(prefix="autopar_run_") as folder,
+        snapshot_folder() if starts_anew else nullcontext() as snapshots,
+        _environment(wanted, folder, told, snapshots),
+    ):
         elastic = _elastic()
+        seconds = max(1, int(wanted.timeout))
         config = elastic.LaunchConfig(
-            min_nodes=wanted.nodes,
+            min_nodes=wanted.nodes if wanted.fewest is None else wanted.fewest,
             max_nodes=wanted.nodes,
             nproc_per_node=wanted.processes,
             run_id=wanted.name or uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint=wanted.meeting or LOCAL,
-            rdzv_configs={"timeout": max(1, int(wanted.timeout)), "join_timeout": max(1, int(wanted.timeout))},
+            rdzv_configs={
+                "timeout": seconds,
+                "join_timeout": seconds,
+                **(COME_AND_GO if wanted.fewest is not None else {}),
+            },
             max_restarts=wanted.restarts,
             logs_specs=elastic.DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
         )
@@ -86,7 +109,26 @@ def launch(wanted: Launch, script: str, arguments: Sequence[str], *, is_module: 
         except elastic.SignalException as stop:
             sys.stderr.write("stopped\n")
             return 128 + int(stop.sigval)
+        except AttributeError as error:
+            # Torch's launcher has no result for a node that was one too many when the run ended.
+            if wanted.fewest is None or "is_failed" not in str(error):
+                raise
+        except elastic.RendezvousError as error:
+            if wanted.fewest is None:
+                raise
+            sys.stderr.write(f"error: {_not_met(wanted, elastic, error)}\n")
+            return 1
     return 0
+
+
+def _not_met(wanted: Launch, elastic: SimpleNamespace, error: Exception) -> str:
+    """Why a node that may come and go is not in the run."""
+    if isinstance(error, elastic.RendezvousTimeoutError):
+        return f"{wanted.fewest} nodes did not meet at {wanted.meeting} within --timeout {wanted.timeout:g} s"
+    if isinstance(error, elastic.RendezvousClosedError):
+        return f"the run {wanted.name!r} at {wanted.meeting} has ended; give another --name to start one"
+    reason = error.__cause__ or error
+    return f"no rendezvous at {wanted.meeting}: {reason}; `autopar rendezvous` on that host keeps one open"
 
 
 def failure(failures: Mapping[int, Any], folder: Path) -> tuple[int, str]:
@@ -132,18 +174,23 @@ def _described(exit_code: int) -> str:
 
 
 @contextmanager
-def _environment(launch: Launch, folder: str, told: bool) -> Iterator[None]:
+def _environment(launch: Launch, folder: str, told: bool, snapshots: Path | None) -> Iterator[None]:
     """Variables of this process, which those that it starts inherit; afterwards they are as before."""
     before = dict(os.environ)
     wanted = {
         FAILURES: folder,
         PROGRESS: "1" if told else "0",
-        TIMEOUT: str(launch.timeout),
+        TIMEOUT: str(launch.timeout if launch.fewest is None else min(launch.timeout, TOGETHER)),
         QUIET: "1" if launch.quiet else "0",
         # The agent's store has no prefix for each attempt: processes that are restarted would meet those of before.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    os.environ.pop(BACKEND, None)
+    for name in (BACKEND, NODES, SNAPSHOTS):
+        os.environ.pop(name, None)
+    if snapshots is not None:
+        wanted[SNAPSHOTS] = str(snapshots)
+    if launch.fewest is not None:
+        wanted[NODES] = f"{launch.fewest}:{launch.nodes}"
     if launch.backend:
         wanted[BACKEND] = launch.backend
     if launch.axes:
@@ -167,6 +214,11 @@ def _elastic() -> SimpleNamespace:
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousError,
+        RendezvousTimeoutError,
+    )
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if "LOGLEVEL" not in os.environ:
@@ -175,5 +227,6 @@ def _elastic() -> SimpleNamespace:
                 logging.getLogger(name).setLevel(logging.CRITICAL)
     return SimpleNamespace(
         DefaultLogsSpecs=DefaultLogsSpecs, SignalException=SignalException, ChildFailedError=ChildFailedError,
-        LaunchConfig=LaunchConfig, elastic_launch=elastic_launch,
+        LaunchConfig=LaunchConfig, elastic_launch=elastic_launch, RendezvousError=RendezvousError,
+        RendezvousClosedError=RendezvousClosedError, RendezvousTimeoutError=RendezvousTimeoutError,
     )  # fmt: skip

@@ -18,6 +18,12 @@ FAILURES = "AUTOPAR_FAILURES"
 PROGRESS = "AUTOPAR_PROGRESS"
 """Whether rank 0 prints a line for each phase, the plan, and how fast the training is."""
 
+NODES = "AUTOPAR_NODES"
+"""How many nodes the run may have, as ``2:4``, where they may come and go."""
+
+SNAPSHOTS = "AUTOPAR_SNAPSHOTS"
+"""The folder in which the processes of this node keep snapshots in memory, where they may be started anew."""
+
 QUIET = "AUTOPAR_QUIET"
 """Whether processes of a node but the first print nothing."""
 
@@ -48,6 +54,59 @@ def parse_axes(text: str, name: str = "--axes") -> dict[str, int]:
             raise ValueError(f"{name} {text!r} names axis {axis!r} twice; give each axis a name of its own")
         axes[axis] = int(size)
     return axes
+
+
+OPEN = "*"
+"""The size of an axis that has what the other axes leave of the devices."""
+
+
+def axes_of_world(text: str, world: int, name: str = "--axes") -> dict[str, int]:
+    """Axes from a text in which one size may be open, for a world of so many processes.
+
+    Args:
+        text: what was given.
+        world: processes.
+        name: of what it was given as, for the error.
+
+    Raises:
+        ValueError: as `parse_axes`; two sizes are open; or the others do not divide the world.
+
+    >>> axes_of_world("data=*,model=2", 6), axes_of_world("data=2,model=2", 6)
+    ({'data': 3, 'model': 2}, {'data': 2, 'model': 2})
+    """
+    pieces = [[piece.strip() for piece in part.split("=")] for part in text.split(",")]
+    opened = [axis for axis, *size in pieces if size == [OPEN]]
+    axes = parse_axes(
+        ",".join("=".join([axis, *("1" if n == OPEN else n for n in size)]) for axis, *size in pieces), name
+    )
+    if len(opened) > 1:
+        raise ValueError(f"{name} {text!r} leaves the sizes of {' and '.join(opened)} open; give all but one")
+    rest = math.prod(axes.values())
+    if opened and world % rest:
+        raise ValueError(
+            f"{name} {text!r}: {world} processes do not divide by the {rest} devices of the other axes; start a "
+            f"multiple of {rest}, or give other sizes"
+        )
+    return {axis: world // rest if axis in opened else n for axis, n in axes.items()}
+
+
+def parse_range(text: str, name: str) -> tuple[int, int]:
+    """Two whole numbers from ``2:4``.
+
+    Raises:
+        ValueError: they are none, or the first is larger than the second.
+
+    >>> parse_range("2:4", "--elastic")
+    (2, 4)
+    """
+    low, _, high = (part.strip() for part in text.partition(":"))
+    if not all(part.isascii() and part.isdigit() and len(part) < 8 for part in (low, high)) or int(low) < 1:
+        raise ValueError(f"{name} {text!r} is not MIN:MAX; write for example 2:4, the fewest nodes and the most")
+    if int(low) > int(high):
+        raise ValueError(
+            f"{name} {text!r}: the fewest nodes, {low}, are more than the most, {high}; write {high}:{low}"
+        )
+    return int(low), int(high)
 
 
 def require_world(axes: Mapping[str, int], world: int, name: str) -> None:

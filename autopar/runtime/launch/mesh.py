@@ -15,8 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.costs.arguments import AXES as ANY_AXES
 from autopar.costs.arguments import a, optional, require
+from autopar.errors import RankError
 from autopar.runtime.backends import GLOO, MPI, NCCL, SERVES, require_backend
-from autopar.runtime.launch.environment import AXES, BACKEND, TIMEOUT, parse_axes, require_world, started_by_mpi
+from autopar.runtime.launch.environment import (
+    AXES,
+    BACKEND,
+    NODES,
+    TIMEOUT,
+    axes_of_world,
+    parse_range,
+    require_world,
+    started_by_mpi,
+)
 
 GPU, CPU = "cuda", "cpu"
 
@@ -37,6 +47,7 @@ def mesh(
             NCCL for GPUs and Gloo for CPUs.
 
     Raises:
+        RankError: fewer nodes are left of the run than it needs.
         ValueError: the axes are not of as many devices as there are processes, a node has more processes than GPUs, or
             this torch does not have the backend.
     """
@@ -55,6 +66,7 @@ def mesh(
     if chosen == MPI and not dist.is_initialized():
         os.environ.update(started_by_mpi(os.environ))
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    _require_enough(world)
     named = dict(axes) if axes is not None else axes_of_run(world, kind)
     require_world(named, world, "axes" if axes is not None else f"{AXES} (of autopar run --axes)")
     if world == 1 and not dist.is_initialized():
@@ -70,10 +82,24 @@ def mesh(
     return init_device_mesh(kind, tuple(named.values()), mesh_dim_names=tuple(named), backend_override=along)
 
 
+def _require_enough(world: int) -> None:
+    """Refuse a world of fewer nodes than were asked for: torch counts as one what is left of those that have met.
+
+    Raises:
+        RankError: says so; the launcher starts the process anew.
+    """
+    if text := os.environ.get(NODES):
+        fewest = parse_range(text, NODES)[0] * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if world < fewest:
+            raise RankError(
+                f"{world} processes are left of a run that needs {fewest}: a node was lost as they met; all meet again"
+            )
+
+
 def axes_of_run(world: int, kind: str) -> dict[str, int]:
     """The axes that the launcher names, or one for the nodes and one for the devices of a node."""
     if text := os.environ.get(AXES):
-        return parse_axes(text, AXES)
+        return axes_of_world(text, world, AXES)
     name, local = "gpu" if kind == GPU else "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", world))
     # Links within a node are others than those between nodes; with nodes of several sizes there is no such mesh.
     return {"node": world // local, name: local} if 1 < local < world and world % local == 0 else {name: world}

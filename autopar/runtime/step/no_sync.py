@@ -252,13 +252,15 @@ def split_reductions(backward: fx.GraphModule, results: int = 0) -> tuple[fx.Gra
 
 
 def _preparations(graph: fx.Graph, reducing: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that feed only reducing ones and whose value is no tensor, such as a tuple before its getitem.
+    """Nodes that feed only reducing ones and whose value is no tensor, such as a tuple before its getitem, or of bytes.
 
-    They must not be at the boundary, whose values are added up.
+    They must not be at the boundary, whose values are added up: bytes stand for numbers in few bits.
     """
     found: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or node in reducing or isinstance(node.meta.get("val"), torch.Tensor):
+        value = node.meta.get("val")
+        numbers = isinstance(value, torch.Tensor) and value.dtype != torch.uint8
+        if node.op != "call_function" or node in reducing or numbers:
             continue
         if node.users and all(u in reducing or u in found for u in node.users):
             found.add(node)

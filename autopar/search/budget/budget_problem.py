@@ -69,7 +69,9 @@ class BudgetProblem:
     ) -> BudgetProblem:
         """The problem of a job, whose time limit begins now."""
         axes, search = job.axes, job.search
-        machine = Machine(tuple(axes), tuple(axes.values()), job.cluster.link_for(dict(axes)), job.cluster.device)
+        links = job.cluster.link_for(dict(axes))
+        sizes, device = tuple(axes.values()), job.cluster.device
+        machine = Machine(tuple(axes), sizes, links, device, quantized=job.quantized, load=search.load)
         limits = Limits(search.gap, time.monotonic() + search.time_limit)
         return BudgetProblem(program, dims, classes, Tables(machine), limits, job, weights=weights)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes.pad_dims import pad
+from autopar.passes import as_planned
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
@@ -23,7 +23,7 @@ def strategies_of(plan: Plan, before: Program, program: Program, *, tie: bool) -
         program: the same of this shape.
         tie: whether repeated layers are classes, in both.
     """
-    first, second = pad(before, plan.padding), pad(program, plan.padding)
+    first, second = as_planned(before, plan), as_planned(program, plan)
     if [n.target for n in first.calls] != [n.target for n in second.calls]:
         return {}
     dims, known = analyze(second), layer_classes(first, analyze(first), tie=tie).key

@@ -30,11 +30,11 @@ from torch import fx
 
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import producer
-from autopar.ir.layout import Factor, Layout, Placement, Replicate, Split, TensorType, is_boundary_layout
+from autopar.ir.layout import ByExpert, Factor, Layout, Placement, Replicate, Split, TensorType, is_boundary_layout
 from autopar.ir.program import Program
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.tensor_parallel import tensor_factors
-from autopar.sharding.candidates import REPLICATE, layouts, split_parts, strategies
+from autopar.sharding.candidates import BY_EXPERT, REPLICATE, layouts, split_parts, strategies
 from autopar.sharding.dims import Dims
 from autopar.sharding.factor_kinds import (
     Ids,
@@ -213,7 +213,8 @@ def _experts(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles
     if not found:
         raise InfeasibleError(
             f"no experts to split along {along}: that takes a mixture of experts whose tokens are sorted by expert for "
-            "grouped products, in an order that nothing else reads"
+            "grouped products, in an order that nothing else reads; where products with one-hot tensors send tokens, "
+            "leave the role out, and pin the experts' weights to S(0)"
         )
     return found
 
@@ -248,7 +249,7 @@ def _allowed(
     if role is None:
         return None
     tokens = along(factors.batch) if role == EXPERT else frozenset()
-    if owned := frozenset(s.name for s in every if s.owned and s.name[:-1] in tokens):
+    if owned := frozenset(s.name for s in every if s.name[-1] == BY_EXPERT[ByExpert] and s.name[:-1] in tokens):
         # Products are where the weights are; what is beside them may be on either side of an exchange.
         return owned if dims.operators[node].rule.counts else owned | tokens
     if role == CONTEXT:

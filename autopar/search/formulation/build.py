@@ -30,6 +30,9 @@ from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.redistribute import Kinds, Tables
 
+MOST_AXES = 2
+"""On up to this many axes a reader that takes a value as it was made, beside a consumer layout, pays nothing."""
+
 
 @dataclass(frozen=True)
 class Formulation:
@@ -70,9 +73,10 @@ def build(
         weights: prices of seconds by where they are spent; default: nothing overlaps, and all cost the same.
     """
     context = BuildContext(program, dims, classes, tables, memory, restrictions, weights)
-    variables = tuple(_variables(context))
+    found = _variables(context)
+    joined = tuple(connections(context, {v.key for v in found}))
+    variables = _with_readers_as_made(context, found, joined)
     nodes = tuple(Node(v.key, v.cost, v.memory) for v in variables)
-    joined = tuple(connections(context, {v.key for v in variables}))
     edges = tuple(_edges(context, variables, joined))
 
     def peak_point(labelings: Sequence[Ints]) -> ProgramPoint:
@@ -112,6 +116,29 @@ def _variables(context: BuildContext) -> list[Variable]:
     return found
 
 
+def _with_readers_as_made(
+    context: BuildContext, variables: Sequence[Variable], joined: Sequence[Connection]
+) -> tuple[Variable, ...]:
+    """The variables; consumer layouts tell in which layout their value is made where readers may take it so for less.
+
+    Else they would be charged for a slice of the moved value, which no plan takes. On three axes these labels are so
+    many that other gaps become wider than what they close.
+    """
+    known = {v.key: v for v in variables}
+    for c in joined:
+        if not c.shares(context) or len(context.sizes) > MOST_AXES:
+            continue
+        source, consumer = known[c.source], known[c.target]
+        read = [known[d.target].ports[d.into] for d in joined if d.source == c.target]
+        made = np.intersect1d(source.ports[c.out], np.concatenate(read))
+        layout = consumer.ports["out", 0]
+        sliced = context.tables.of(consumer.types["out", 0]).sliced[np.ix_(layout, made)] & (layout[:, None] != made)
+        labels, which = np.nonzero(sliced)
+        every = np.concatenate([np.arange(len(layout)), labels])
+        known[c.target] = consumer.reading_as_made(every, np.concatenate([np.zeros_like(layout), 1 + made[which]]))
+    return tuple(known.values())
+
+
 def _edges(context: BuildContext, variables: Sequence[Variable], joined: Sequence[Connection]) -> list[Edge]:
     """The edges between classes: from values to their consumer layouts, and from there to the readers."""
     number = {v.key: i for i, v in enumerate(variables)}
@@ -143,14 +170,20 @@ def _edge_table(
     Returns:
         The table, the row of each label of the producer, and the column of each label of the reader.
     """
-    # There are four rows and columns of `READABLE`: a layout and one of these are packed into a number.
-    rows, u_group = np.unique(4 * u.ports[joined.out] + u.readable, return_inverse=True)
-    columns, v_group = np.unique(4 * v.ports[joined.into] + v.reads, return_inverse=True)
-    reads = columns % 4
+    # There are four rows and columns of `READABLE`: a layout, one of these and `Variable.made` are digits of a number.
+    known = tables.of(u.types[joined.out])
+    count = 4 * len(known.layouts)
+    rows, u_group = np.unique(count * u.made + 4 * u.ports[joined.out] + u.readable, return_inverse=True)
+    columns, v_group = np.unique(count * v.made + 4 * v.ports[joined.into] + v.reads, return_inverse=True)
+    (row_made, rows), (column_made, columns) = np.divmod(rows, count), np.divmod(columns, count)
+    row, column, reads = rows // 4, columns // 4, columns % 4
     # By `Variable.reads`: both passes move the value, and before the microbatches it is moved once per step.
     moves = joined.moves
     times = (joined.weight * np.array([moves, moves, moves, 1])[:, None] * prices)[reads]
-    table = tables.of(u.types[joined.out]).priced(rows // 4, columns // 4, times, chunks)
+    table = known.priced(row, column, times, chunks)
+    table[row_made[:, None] == column + 1] = 0  # read as it was made
+    told = known.sliced[np.ix_(column, row)].T & (row[:, None] != column) & np.isin(row + 1, column_made)[:, None]
+    table[np.where(told, column_made != row[:, None] + 1, column_made > 0)] = np.inf
     table[~READABLE[np.ix_(rows % 4, reads)]] = np.inf
     if v.alias_only:
         table[(table > 0) & (reads == IN_BOTH)] = np.inf

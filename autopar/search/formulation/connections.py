@@ -44,6 +44,11 @@ class Connection:
     value: tuple[str, int]
     reader: str = ""
 
+    def shares(self, context: BuildContext) -> bool:
+        """Whether it is a value's move to its consumer layout, beside which readers may take it as it was made."""
+        forced = self.target.removeprefix("consumer ") in context.restrictions.forced_consumer_layouts
+        return self.target.startswith("consumer ") and not forced
+
 
 def connections(context: BuildContext, keys: Collection[str]) -> Iterator[Connection]:
     """From values to their consumer layouts, and from there to the readers.
@@ -86,6 +91,8 @@ def features_of(
     regions, axes = context.weights.step.regions, len(context.sizes)
     found: defaultdict[str, Floats] = defaultdict(lambda: no_features(axes))
     number = {v.key: i for i, v in enumerate(variables)}
+    made = {c.target: int(variables[number[c.source]].ports[c.out][labels[number[c.source]]])
+            for c in joined if c.shares(context)}  # fmt: skip
     for variable, label in zip(variables, labels, strict=True):
         if variable.seconds is not None:
             node = context.classes.members[variable.key][0]
@@ -96,6 +103,8 @@ def features_of(
         when = int(variables[j].reads[labels[j]])
         table = context.tables.of(variables[i].types[c.out])
         row, column = variables[i].ports[c.out][labels[i]], variables[j].ports[c.into][labels[j]]
+        if made.get(c.source) == column:  # the reader takes it as it was made
+            continue
         times = c.weight * (1 if when == BEFORE_MICROBATCHES else c.moves)
         node = context.classes.members[c.value[0]][0]
         reader = context.classes.members.get(c.reader, (None,))[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from autopar.costs.arguments import shown
 from autopar.ir.program import Program
@@ -19,7 +20,13 @@ from autopar.sharding.dims import analyze
 Axes = tuple[tuple[str, int], ...]
 """Name and size of each mesh axis, outermost first."""
 
-INEXACT = WORKER_ROLES
+QUANTIZED = "quantized"
+"""Messages in few bits, `Search.quantized`."""
+
+FP8 = "fp8"
+"""Linear layers in float8, a choice of ``precision=``."""
+
+INEXACT = (*WORKER_ROLES, QUANTIZED, FP8)
 """Choices that change numbers."""
 
 _WHY = {
@@ -28,8 +35,13 @@ _WHY = {
 }
 
 
-def check_inexact(inexact: tuple[str, ...], roles: Mapping[str, str]) -> None:
-    """Refuse a role that changes numbers unless it is asked for, and choices that do not exist.
+def check_inexact(inexact: tuple[str, ...], roles: Mapping[str, str], quantized: Mapping[str, Any]) -> None:
+    """Refuse what changes numbers unless it is asked for, and choices that do not exist.
+
+    Args:
+        inexact: what is asked for.
+        roles: of axes.
+        quantized: bits of messages, by axis.
 
     Raises:
         ValueError: names the axis or the choice.
@@ -38,11 +50,16 @@ def check_inexact(inexact: tuple[str, ...], roles: Mapping[str, str]) -> None:
         if choice not in INEXACT:
             raise ValueError(f"inexact= names {shown(choice)}; there are {', '.join(INEXACT)} that change numbers")
     for axis, role in roles.items():
-        if role in INEXACT and role not in inexact:
+        if role in WORKER_ROLES and role not in inexact:
             raise ValueError(
                 f"roles= gives axis {axis!r} the role {role!r}: {_WHY[role]}, which is not equal to synchronous "
                 f"training; ask for that with inexact=({role!r},)"
             )
+    if quantized and QUANTIZED not in inexact:
+        raise ValueError(
+            f"quantized= has messages along axis {next(iter(quantized))!r} in few bits, which is not equal to exact "
+            f"training; ask for that with inexact=({QUANTIZED!r},)"
+        )
 
 
 def exact_roles(roles: Mapping[str, str]) -> dict[str, str]:

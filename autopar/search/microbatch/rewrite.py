@@ -4,7 +4,8 @@ A microbatch is the batch split over time: where the devices along a mesh axis e
 same time, one device computes the parts one after the other. So the program of a microbatch is the whole program
 rewritten for an axis `TIME`. Sums over that axis become ``autopar.ir.ops.accumulate``; values that depend on the batch
 alone, such as the number of tokens that count, are computed from the whole batch before the first microbatch; and
-whatever needs the other parts in any other way cannot be cut. There is no mean of means: the sum is that of the whole
+whatever needs the other parts in any other way cannot be cut, but for scales of float8 values: these are a microbatch's
+own. There is no mean of means: the sum is that of the whole
 batch, however unequal its parts are.
 
 Before, on the time axis:              After, for each microbatch:
@@ -29,6 +30,7 @@ from autopar.ir.node_info import GraphInfo, info, set_graph_info, set_info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
 from autopar.ir.program import Input, Microbatch, Output, Program
+from autopar.search.microbatch.time_axis import OF_EACH
 
 TIME = "time"
 """Name of the microbatch axis."""
@@ -97,6 +99,14 @@ def _replace_moves(cut: _Cut) -> None:
     batch_only = _of_batch_alone(cut)
     graph = cut.local.graph.graph
     for node in list(graph.nodes):
+        if node.target is c10d.all_reduce.default and node.args[0].target in OF_EACH:
+            # The microbatch's own result stands in for that of all, which nobody asks for.
+            (wait,), (own, *_) = node.users, node.args
+            known = info(wait).inherit(info(own))
+            own.meta = {**wait.meta, **own.meta}
+            set_info(own, known)
+            wait.replace_all_uses_with(own)
+            continue
         end = _end_of_move(node)
         if end is not None and ((start := _start(end)) in batch_only or start in cut.computed_before):
             _compute_before(cut, start, end)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from autopar.errors import InfeasibleError
 from autopar.ir.layout import Placement, Replicate, Split
+from autopar.ir.ops import float8
 from autopar.ir.program import Program
 from autopar.search.formulation.pins import Restrictions
 from autopar.sharding.candidates import REPLICATE, strategies
 from autopar.sharding.dims import Dims
 from autopar.sharding.factor_kinds import batch_factors, ids, split_factors
 from autopar.sharding.layer_classes import LayerClasses
+
+OF_EACH = frozenset({float8.scale})
+"""Operators of which each microbatch has a result of its own: what they lower to is left out on this axis.
+
+The scale of float8 values is that of the microbatch, as where each is a batch that gradients are accumulated over.
+"""
 
 
 def along_samples(program: Program, dims: Dims, classes: LayerClasses, count: int) -> Restrictions:
@@ -38,7 +45,7 @@ def along_samples(program: Program, dims: Dims, classes: LayerClasses, count: in
         if node in dims.operators:
             factors = split_factors(node, program, dims)
             # Lowered code asks which part a device has, or for the other parts: neither exists on this axis.
-            lowered = dims.operators[node].rule.lower
+            lowered = () if node.target in OF_EACH else dims.operators[node].rule.lower
             along = frozenset(
                 n for n, factor in factors.items() if id(factor) in samples and n.partition(".")[0] not in lowered
             )

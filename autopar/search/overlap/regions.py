@@ -15,14 +15,16 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import Value, block_of, is_backward, module_path, producer, without_indices
+from autopar.ir.ops import float8
 from autopar.ir.ops.attention import attention, attention_backward
+from autopar.ir.ops.sequence.masked_attention import attention_masked, attention_masked_backward
 from autopar.ir.program import Program, draws
 
 aten = torch.ops.aten
 
 _PRODUCTS = frozenset({
     aten.mm.default, aten.bmm.default, aten.convolution.default, aten.convolution_backward.default,
-    attention, attention_backward,
+    attention, attention_backward, attention_masked, attention_masked_backward, float8.product, float8.block_product,
 })  # fmt: skip
 
 BEFORE = "before the microbatches"

@@ -18,7 +18,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan, Scatter, Stage
 from autopar.ir.program import Program, RepeatedLayers
 from autopar.memory.recompute import uniform
-from autopar.passes.pad_dims import pad
+from autopar.passes import as_planned
 from autopar.pipeline.stage_graphs import StageGraphs, is_held_by_all
 from autopar.search.peak import unverified_in_stages
 from autopar.search.pipeline.cuts import forward_order, named_cuts
@@ -71,7 +71,7 @@ class RepeatedStages:
         """
         repeat = program.repeat
         assert repeat is not None
-        self.plan, self.padded, self.devices = plan, pad(program, plan.padding), devices
+        self.plan, self.padded, self.devices = plan, as_planned(program, plan), devices
         count = layer_classes(self.padded, analyze(self.padded)).count
         # Layers may be treated in several ways: some recompute what others save. Each way is measured by itself.
         parts = [(share, part) for share, part in uniform(plan, count) if share > 0]

@@ -14,7 +14,7 @@ from autopar.costs.mixed.figures import pooled_device, pooled_link, slowest_devi
 from autopar.costs.mixed.groups import link_between
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes.pad_dims import pad
+from autopar.passes import as_planned
 from autopar.search.predict import predict
 from autopar.sharding.dims import analyze
 
@@ -134,7 +134,7 @@ def predicted_alone(part: Program, plan: Plan, devices: StageDevices) -> Plan:
         plan: for the devices of a stage.
         devices: along the axis of the stages.
     """
-    padded = pad(part, plan.padding)
+    padded = as_planned(part, plan)
     dims, plan = analyze(padded), replace(plan, cluster=devices.whole, stages=Plan.stages)
     alone = predict(padded, dims, plan)
     if devices.alike and not devices.groups:

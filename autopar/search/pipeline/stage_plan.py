@@ -12,7 +12,7 @@ from autopar.ir.graph import copy_graph
 from autopar.ir.layout import At, Layout, Placement, Replicate
 from autopar.ir.plan import Certificate, Pipeline, Plan, Predicted, Scatter
 from autopar.ir.program import Program
-from autopar.passes.pad_dims import pad
+from autopar.passes import as_planned
 from autopar.passes.pipeline.scatter_sends import scatter_sends
 from autopar.pipeline.schedules import Order, device_of, splits
 from autopar.pipeline.stage_graphs import StageGraphs
@@ -165,7 +165,7 @@ def staged(
     Raises:
         InfeasibleError: the model has too few modules.
     """
-    padded = pad(program, plan.padding)
+    padded = as_planned(program, plan)
     dims, places = analyze(padded), shape.coordinates
     orders = {m: forward_order(padded, dims, replace(plan, cluster=m)) for m in dict.fromkeys(devices.machines)}
     own_orders = [orders[devices.machines[c]] for c in places]

@@ -34,6 +34,7 @@ class StageTime:
         before: once a step, before the microbatches.
         after: once a step, after them; what is computed from the stage's own sums runs with the last of them.
         send: from the stage to the next, in the direction in which more is sent.
+        occupied: of that, what each of the two devices loses for its kernels, see `autopar.costs.device.Link.occupies`.
         to_next: bytes that a microbatch sends to the next stage.
         to_previous: bytes that it sends to the previous one.
         messages_to_next: in how many messages.
@@ -48,6 +49,7 @@ class StageTime:
     before: float
     after: float
     send: float
+    occupied: float
     to_next: float
     to_previous: float
     messages_to_next: float
@@ -82,7 +84,7 @@ def step_tasks(
     sends = [s.send for s in stages[:-1]]
     return pipeline(
         order, forward, for_input, backward - for_input, sends, saved=saved, saved_for_weight=saved_for_weight,
-        before=ends[0], after=ends[1], received=receives(order),
+        before=ends[0], after=ends[1], received=receives(order), occupied=[s.occupied for s in stages[:-1]],
     )  # fmt: skip
 
 
@@ -149,6 +151,7 @@ def times_of_stages(
     before, after = found.per_step(WEIGHT if split else BACKWARD)
     stages = []
     for s in range(cutting.stages):
+        send = max(found.send(cutting.received(s + 1)), found.send(cutting.returned(s)))
         to_next, to_previous = cutting.received(s + 1), cutting.returned(s - 1)
         parts = [found.of(cutting.microbatch_graph(s, kind)) for kind in ((INPUT, WEIGHT) if split else (BACKWARD,))]
         inside, collectives = found.sent_inside(s)
@@ -159,7 +162,8 @@ def times_of_stages(
                 for_input=parts[0],
                 before=before[s],
                 after=after[s],
-                send=max(found.send(to_next), found.send(cutting.returned(s))),
+                send=send,
+                occupied=_lost(send, link),
                 to_next=found.size(to_next),
                 to_previous=found.size(to_previous),
                 messages_to_next=float(len(to_next)),
@@ -200,8 +204,13 @@ def with_links(times: Sequence[StageTime], links: Sequence[Link]) -> list[StageT
     for s, link in enumerate(links):
         there = link.latency * times[s].messages_to_next + times[s].to_next / link.bandwidth
         back = link.latency * times[s + 1].messages_to_previous + times[s + 1].to_previous / link.bandwidth
-        found[s] = replace(times[s], send=max(there, back))
+        found[s] = replace(times[s], send=max(there, back), occupied=_lost(max(there, back), link))
     return found
+
+
+def _lost(send: float, link: Link) -> float:
+    """What each end of a message loses: a device in a collective sends and receives, and these do one of both."""
+    return link.occupies * send / 2
 
 
 class _Seconds:

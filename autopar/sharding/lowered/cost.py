@@ -16,11 +16,13 @@ from torch import fx
 
 from autopar._torch_compat import storage_id
 from autopar.costs.kernels import Work, kernel_seconds, product, stream
+from autopar.costs.outer_exchange import dequantizing, quantizing
 from autopar.ir.graph import tensor_arguments, values_of
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, c10d
 from autopar.ir.ops.rows import add_rows_, multiply_rows_, new_rows
+from autopar.ir.quantized.operators import QUANTIZERS, sum_from_blocks, to_blocks
 from autopar.rules.remembered import remembered
 from autopar.rules.shapes.kernel_shapes import called
 from autopar.rules.shapes.known_strides import local_rule
@@ -76,6 +78,8 @@ def emitted_work(node: fx.Node) -> Work | None:
         return product(rows.shape[0], matrix.shape[1], rows.shape[1], item=rows.element_size())
     if node.target is add_rows_:
         return stream(3 * node.all_input_nodes[1].meta["val"].nbytes)
+    if node.target in QUANTIZERS:
+        return _quantizing(node)
     results = [v for v in values_of(node) if v is not None]
     sources = [a for a in tensor_arguments(node) if not _drawn(a)]
     inputs = [v for a in sources for v in values_of(a) if v is not None]
@@ -86,6 +90,19 @@ def emitted_work(node: fx.Node) -> Work | None:
     between = rule.between if rule is not None and len(sources) == len(tensor_arguments(node)) else 0.0
     work = stream(sum(v.nbytes for v in (*inputs, *results)) + between)
     return work if rule is None or not rule.flops else work.computing(rule.flops)
+
+
+def _quantizing(node: fx.Node) -> Work:
+    """The kernels between numbers and the bytes that stand for them, as one that moves as much."""
+    (source,) = node.all_input_nodes
+    bits: Any = node.args[2]
+    given, made = source.meta["val"], node.meta["val"]
+    if node.target is to_blocks:
+        moved, kernels = quantizing(given.numel(), given.element_size(), bits)
+    else:
+        rows = len(given) if node.target is sum_from_blocks else 0
+        moved, kernels = dequantizing(made.numel() * max(rows, 1), made.element_size(), bits, rows)
+    return replace(stream(moved), launches=np.array([float(kernels)]))
 
 
 def _drawn(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from autopar.costs.calibrate import Sample, cluster_of, fit_device, fit_link, predicted_seconds
-from autopar.costs.calibrate.collectives import HIDDEN, _levels
+from autopar.costs.calibrate.collectives import HIDDEN, KINDS, _levels
 from autopar.costs.calibrate.kernels import LARGE, SMALL, Kernels
 from autopar.costs.calibrate.sample import ATTENTION, BEHIND, BESIDE, LAUNCH
 from autopar.costs.cluster import Cluster, Device, Link
@@ -37,10 +37,14 @@ def test_an_outlier_does_not_move_the_fit() -> None:
     assert found.bandwidth == pytest.approx(CPU.bandwidth, rel=0.1)
 
 
+@pytest.mark.parametrize("factors", [{}, {"reduce_scatter": 1.9, "all_reduce": 0.7, "broadcast": 0.5}])
 @pytest.mark.parametrize("members", [2, 8])
-def test_a_link_is_found_again(members: int) -> None:
-    found = fit_link(collectives(INNER, 0, members, launch=3e-6), name="found", launch=3e-6)
-    assert (found.bandwidth, found.latency) == pytest.approx((INNER.bandwidth, INNER.latency), rel=0.02)
+def test_a_link_is_found_again(members: int, factors: dict[str, float]) -> None:
+    true = replace(INNER, factors=factors)
+    found = fit_link(collectives(true, 0, members, launch=3e-6), name="found", launch=3e-6)
+    assert (found.bandwidth, found.latency) == pytest.approx((true.bandwidth, true.latency), rel=0.02)
+    every = {kind: true.factors.get(kind, 1.0) for kind in found.factors}
+    assert found.factors == pytest.approx(every, rel=0.02) and len(every) == len(KINDS) - 1
 
 
 def test_what_was_not_measured_is_the_bases() -> None:

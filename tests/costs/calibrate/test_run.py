@@ -34,6 +34,7 @@ def test_kernels_of_this_process() -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_two_processes_and_the_link_between_them() -> None:
     pytest.importorskip("scipy")
     found = calibrate(FEW, ranks=2, base=None, name="here")

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from autopar.compiler import plan, program_of
+from autopar.compiler import plan, program_of, rewrite
+from autopar.costs.cluster import Cluster, Device, Link
 from autopar.errors import InfeasibleError
 from autopar.ir.ops import routing
-from autopar.ir.ops.exchange import exchange_rows
+from autopar.ir.ops.exchange import exchange_rows, own_block, own_rows
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.search.options import Search
 from autopar.sharding.dims import analyze
@@ -108,25 +110,33 @@ Collect = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 class Layer(nn.Module):
     """A mixture of experts by grouped products, as training loops write it."""
 
-    def __init__(self, collect: Collect, ends: Callable[[Tensor], Tensor] = counted, k: int = 2, bias: bool = False):
+    def __init__(
+        self,
+        collect: Collect,
+        ends: Callable[[Tensor], Tensor] = counted,
+        k: int = 2,
+        bias: bool = False,
+        sizes: tuple[int, int, int] = (HIDDEN, EXPERTS, 4),
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 4) / 3)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 4, HIDDEN) / 2)
-        self.bias = nn.Parameter(torch.randn(EXPERTS, 4)) if bias else None
-        self.load = nn.Buffer(torch.zeros(EXPERTS))
+        hidden, experts, inner = sizes
+        self.gate = nn.Linear(hidden, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, hidden, inner) / 3)
+        self.down = nn.Parameter(torch.randn(experts, inner, hidden) / 2)
+        self.bias = nn.Parameter(torch.randn(experts, inner)) if bias else None
+        self.load = nn.Buffer(torch.zeros(experts))
         self.collect, self.ends, self.k = collect, ends, k
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
+        tokens, experts = x.flatten(0, 1), len(self.load)
         scores, ids = self.gate(tokens).softmax(-1).topk(self.k, -1)
         flat = ids.flatten()
         order = torch.argsort(flat, stable=True)
         ends = self.ends(flat)
         with torch.no_grad():
-            self.load += torch.histc(flat.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
-        rows = torch.gather(tokens, 0, (order // self.k)[:, None].expand(-1, HIDDEN))
+            self.load += torch.histc(flat.float(), bins=experts, min=0, max=experts - 1)
+        rows = torch.gather(tokens, 0, (order // self.k)[:, None].expand(-1, x.shape[-1]))
         h = grouped(rows, self.up, ends)
         if self.bias is not None:
             h = h + self.bias[flat[order]]
@@ -216,6 +226,40 @@ def test_tokens_go_to_their_experts(axes: dict[str, int], options: dict[str, Any
     assert [n.target for n in report.program.graph.graph.nodes].count(exchange_rows) == exchanges
 
 
+FAR = Cluster(
+    "far",
+    Device("slow", {"float64": 1e5, "float32": 1e5}, 1e11, bandwidth=1e9, launch=1e-7),
+    (Link("wire", bandwidth=1e7, latency=1e-4),),
+)
+"""Messages take as long as what few tokens compute."""
+
+
+@pytest.mark.parametrize(
+    ("axes", "placed", "taken"),
+    [
+        ({"a": 4}, ("S(0)",), 5),
+        ({"a": 2, "b": 2}, ("R", "S(0)"), 5),
+        ({"a": 2, "b": 2}, ("S(0)", "S(0)"), 10),
+        pytest.param({"a": 2, "b": 2, "c": 2}, ("S(0)", "R", "S(0)"), 10, marks=pytest.mark.deep),
+    ],
+)
+@pytest.mark.parametrize("skewed", [False, True])
+def test_tokens_stay(axes: dict[str, int], placed: tuple[str, ...], taken: int, skewed: bool) -> None:
+    """Rows, experts and the gate's factors of own experts, and two gradients; nothing is sent but sums of tokens."""
+    model = Layer(scattered, bias=True).double()
+    if skewed:
+        with torch.no_grad():
+            model.gate.weight[:1] *= 30
+    given = (batch(1)[0].double(),)
+    found = plan(model, given, cluster=FAR, axes=axes, search=Search(pins={"up": placed, "down": placed}))
+    report = verify(model, given, axes, plan=found)
+    assert report.max_error < 1e-12
+    called = [n.target for n in report.program.graph.graph.nodes]
+    assert called.count(own_rows) == taken
+    assert called.count(own_block) == sum(p != "R" for p in placed)  # the host waits once an axis, backward included
+    assert exchange_rows not in called
+
+
 @pytest.mark.parametrize("axes", [{"a": 2, "b": 2}, {"a": 2, "b": 2, "c": 2}])
 @pytest.mark.parametrize("seed", [1000, 1001, 1002, *(pytest.param(s, marks=pytest.mark.deep) for s in range(40))])
 def test_rows_by_expert_in_random_plans(axes: dict[str, int], seed: int) -> None:
@@ -231,11 +275,92 @@ def test_rows_by_expert_in_random_plans(axes: dict[str, int], seed: int) -> None
     assert exchange_rows in {n.target for n in report.program.graph.graph.nodes}
 
 
+def many(ids: Tensor) -> Tensor:
+    return torch.histc(ids.float(), bins=512, min=0, max=511).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("tokens", "way"), [(64, "="), (4096, ">")])
+def test_few_tokens_stay_and_many_travel(tokens: int, way: str) -> None:
+    """512 experts of 512 features, ten of them a token, on the eight GPUs of a node: as Qwen3-Next has."""
+    with torch.device("meta"):
+        model = Layer(scattered, many, k=10, sizes=(2048, 512, 512)).bfloat16()
+        given = (torch.empty(8, tokens, 2048, dtype=torch.bfloat16),)
+    found = plan(model, given, cluster="h100", axes={"gpu": 8}, memory=1e12, search=Search(pins={"microbatches": 1}))
+    names = {name for names in found.choices.values() for name in names}
+    assert {name[-1] for name in names} & {"=", ">"} == {way}
+    assert ("all_to_all" in found.predicted.collectives["gpu"]) == (way == ">")
+    assert str(found.parameters["up"][0]) == "S(0.0)"
+
+
+class Capped(nn.Module):
+    """Experts have so many places for tokens of a group, which one-hot tensors send there (GShard's Algorithm 1)."""
+
+    def __init__(self, capacity: int, experts: int = EXPERTS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(HIDDEN, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, HIDDEN, 4) / 3)
+        self.down = nn.Parameter(torch.randn(experts, 4, HIDDEN) / 2)
+        self.capacity, self.experts = capacity, experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(-1)
+        top, ids = scores.topk(2, -1)
+        chosen = F.one_hot(ids, self.experts).to(x.dtype)
+        # First choices have their places before all second ones.
+        pairs = chosen.transpose(1, 2).flatten(1, 2)
+        before = pairs.cumsum(1) - pairs
+        kept = pairs * (before < self.capacity)
+        places = F.one_hot((before * kept).sum(-1).long(), max(self.capacity, 1)).to(x.dtype)
+        sent = (kept[..., None] * places[..., None, :]).unflatten(1, (2, -1))
+        rows = torch.einsum("gksec,gsm->egcm", sent, x)
+        made = torch.einsum("egcn,enm->egcm", F.silu(torch.einsum("egcm,emn->egcn", rows, self.up)), self.down)
+        back = torch.einsum("gksec,gsk,egcm->gsm", sent, top, made)
+        balance = (chosen[:, :, 0].mean(1) * scores.mean(1)).sum()
+        return (x + back).square().mean() + 0.01 * balance
+
+
+@pytest.mark.parametrize(
+    ("capacity", "options"),
+    [(3, {"pins": {"up": ("R", "S(0)"), "down": ("R", "S(0)")}}), (0, {"recipe": "random", "seed": 1})]
+    + [pytest.param(2, {"recipe": "random", "seed": s}, marks=pytest.mark.deep) for s in range(10)],
+)
+def test_capacity(capacity: int, options: dict[str, Any]) -> None:
+    """Late tokens are dropped as on one device, all of them where experts have no place."""
+    model, given = Capped(capacity).double(), (batch(4)[0].double(),)
+    found = plan(model, given, cluster="h100", axes=AXES, search=Search(**options))
+    report = verify(model, given, AXES, plan=found)
+    assert report.max_error < 1e-12
+    if "pins" in options:
+        assert str(found.parameters["up"][1]) == "S(0.0)"
+
+
 def test_experts_that_cannot_be_split() -> None:
     with pytest.raises(InfeasibleError, match=r"4 experts do not divide along axis a=8"):
         plan(Layer(scattered), batch(8), cluster="h100", axes={"a": 8}, search=Search(recipe="expert"))
-    with pytest.raises(InfeasibleError, match=r"no experts to split along axis a=2: that takes a mixture"):
-        plan(Layer(capped), batch(8), cluster="h100", axes={"a": 2}, search=Search(recipe="expert"))
+    for model in (Layer(capped), Capped(2)):
+        with pytest.raises(InfeasibleError, match=r"no experts to split along axis a=2: .* pin the experts' weights"):
+            plan(model, batch(8), cluster="h100", axes={"a": 2}, search=Search(recipe="expert"))
+    with pytest.raises(ValueError, match=r"the tokens of 3 experts, and a mixture of the model has 4"):
+        plan(Layer(scattered), batch(8), cluster="h100", axes={"a": 2}, search=Search(imbalance=[1, 2, 3]))
+
+
+def test_imbalance() -> None:
+    """Experts that get more tokens take longer and hold more; a factor is the same as the tokens that give it."""
+    given = (torch.empty(512, 64, HIDDEN, device="meta"),)
+    model = Layer(scattered).to("meta")
+    options = [1.0, 1.5, [3, 3, 1, 1], [6, 2, 2, 2]]
+    plans = [plan(model, given, cluster="h100", axes={"a": 2}, search=Search(recipe="expert", imbalance=x))
+             for x in options]  # fmt: skip
+    seconds = [p.predicted.step_seconds for p in plans]
+    peaks = [sum(p.predicted.peak_bytes.values()) for p in plans]
+    assert seconds[0] < seconds[3] < seconds[1] == seconds[2]
+    assert peaks[0] < peaks[3] < peaks[1] == peaks[2]
+    assert Plan.from_dict(plans[2].to_dict()).expert_load == (3.0, 3.0, 1.0, 1.0)
+    # Products, rows in memory and messages are of the device that has most.
+    emitted = rewrite(program_of(model, given), plans[1])
+    sizes = {int(n.meta["val"].shape[0]) for n in emitted.graph.graph.nodes if n.target is exchange_rows}
+    assert sizes == {512 * 64 * 2 // 2, 512 * 64 * 2 // 2 * 3 // 2}
 
 
 @pytest.mark.parametrize("name", KEPT)

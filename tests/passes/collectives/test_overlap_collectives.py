@@ -58,7 +58,13 @@ def collectives(program: Program) -> list[fx.Node]:
 
 @pytest.mark.parametrize(
     ("recipe", "axes"),
-    [*((r, a) for r in ("ddp", "fsdp") for a in AXES), ("hsdp", AXES[1]), ("megatron", AXES[1])],
+    [
+        ("ddp", AXES[1]),
+        *(("fsdp", axes) for axes in AXES),
+        ("hsdp", AXES[1]),
+        ("megatron", AXES[1]),
+        pytest.param("ddp", AXES[0], marks=pytest.mark.deep),
+    ],
 )
 def test_computes_the_same(recipe: str, axes: dict[str, int]) -> None:
     program, local, values, plan = overlapped(recipe, axes)

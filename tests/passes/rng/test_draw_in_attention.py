@@ -137,7 +137,9 @@ def test_forward_and_backward_drop_the_same_elements(split: str, kv_heads: int) 
 
 
 @pytest.mark.parametrize(
-    "pins", [{"stages": 2, "microbatches": 2}, {"microbatches": 2}, {}], ids=lambda p: " ".join(p) or "recomputed"
+    "pins",
+    [{"stages": 2, "microbatches": 2}, pytest.param({"microbatches": 2}, marks=pytest.mark.deep), {}],
+    ids=lambda p: " ".join(p) or "recomputed",
 )
 def test_kernels_draw_what_masks_would_be(pins: dict[str, Any]) -> None:
     """From the same seeds: in stages, in microbatches, and where the backward pass draws once more."""

@@ -97,8 +97,8 @@ def steps(model: Any, batch: dict[str, Tensor], count: int = 2) -> list[Tensor]:
     return found
 
 
-CASES = [("dropping", 1), ("gpt2", 1), ("gpt2", 2), ("unet", 1), ("cnn", 2)]
-MORE = [("llama", 1), ("llama", 2), ("vit", 1), ("vit", 2), ("unet", 2), ("cnn", 1)]
+CASES = [("dropping", 1), ("gpt2", 2), ("unet", 1), ("cnn", 2)]
+MORE = [("gpt2", 1), ("llama", 1), ("llama", 2), ("vit", 1), ("vit", 2), ("unet", 2), ("cnn", 1)]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_backends_of_torch_fit(name: str) -> None:
 
 @needs_inductor
 def test_inductor_computes_the_same() -> None:
-    plain, compiled = (parallelize(dropping()[0], None, compile=c) for c in (None, True))
+    plain, compiled = (parallelize(Dropping(1).double(), None, compile=c) for c in (None, True))
     batch = dropping()[1]
     for a, b in zip(steps(compiled, batch), steps(plain, batch), strict=True):
         # Sums are in another order, and AdamW's first step magnifies that where a gradient is nearly zero.

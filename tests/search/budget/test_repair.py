@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -39,6 +40,12 @@ def captured() -> tuple[Program, LayerClasses, list[torch.Tensor]]:
     return program, layer_classes(program, dims), list(values)
 
 
+@cache
+def ample() -> Plan:
+    """Of a model without a budget, on four devices."""
+    return solve(captured()[0], LINE, "h100")
+
+
 def needs(program: Program, plan: Plan) -> float:
     return sum(peak_of(program, replace(plan, overlap=False)).values())  # as plans are while they are searched
 
@@ -64,7 +71,7 @@ def lean_random_plan(program: Program, axes: dict[str, int], machine: Cluster, s
 
 def test_the_crowd_is_what_is_held_at_the_heaviest_moment() -> None:
     program, _, _ = captured()
-    plan = solve(program, LINE, "h100")
+    plan = ample()
     local = rewrite(program, plan)
     found, every = peak_snapshot(local, plan), memory_points(local, plan)
     assert found.totals[0] == sum(found.held.values()) == max(m.total for m in every)
@@ -76,7 +83,7 @@ def test_the_crowd_is_what_is_held_at_the_heaviest_moment() -> None:
 
 def test_what_is_made_again_is_told_apart() -> None:
     program, classes, _ = captured()
-    plan = solve(program, LINE, "h100")
+    plan = ample()
     kept = {k for k, members in classes.members.items() if members[0] in block_boundary_activations(program, classes)}
     names = [
         *classes.members.keys() - kept,
@@ -90,7 +97,7 @@ def test_what_is_made_again_is_told_apart() -> None:
 
 def test_a_plan_that_keeps_everything_is_made_to_fit() -> None:
     program, classes, values = captured()
-    plan = solve(program, LINE, "h100")
+    plan = ample()
     budget = 0.93 * needs(program, plan)
     found = made_lean(program, classes, plan, budget)
     assert not plan.recompute
@@ -137,7 +144,7 @@ def test_pins_hold() -> None:
 
 def test_what_needs_far_too_much_is_left_alone() -> None:
     program, classes, _ = captured()
-    plan = solve(program, LINE, "h100")
+    plan = ample()
     with pytest.raises(InfeasibleError) as caught:
         made_lean(program, classes, plan, 0.5 * needs(program, plan))
     assert caught.value.least is not None
@@ -147,7 +154,7 @@ def test_what_needs_far_too_much_is_left_alone() -> None:
 def test_some_blocks_may_do_without() -> None:
     """A little less than everything: one block's tensor is enough, which the others keep."""
     program, classes, _ = captured()
-    plan = solve(program, LINE, "h100")
+    plan = ample()
     found = made_lean(program, classes, plan, needs(program, plan) - 64)
     assert needs(program, found) <= needs(program, plan) - 64
     assert len(found.recompute) >= 1

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.tensor as dt
 
 import autopar
-from autopar.compiler import solve
+from autopar.compiler import program_of, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.layout import Factor, Layout, Partial, Replicate, Split, TensorType
@@ -17,6 +17,7 @@ from autopar.search.find import find_plan
 from autopar.search.formulation.pins import Restrictions, is_boundary_layout, read_pins
 from autopar.search.options import Job, Search
 from tests import models
+from tests.distributed.models import residuals
 from tests.plans import layout
 
 AXES = {"data": 2, "model": 2}
@@ -174,13 +175,13 @@ def test_three_axes_keep_pins() -> None:
 
 def test_pins_of_tied_layers_that_differ() -> None:
     """Layers share one decision; pins that pull it two ways are infeasible, and say so."""
-    program, _, _ = models.captured("gpt2", layers=2, seq=4)
-    pins = {"transformer.h.0.mlp.c_fc.bias": ("S(0)",), "transformer.h.1.mlp.c_fc.bias": ("R",)}
-    with pytest.raises(InfeasibleError, match=r"no layout of parameter .*c_fc\.bias"):
+    program = program_of(*residuals())
+    pins = {"layers.0.up.bias": ("S(0)",), "layers.1.up.bias": ("R",)}
+    with pytest.raises(InfeasibleError, match=r"no layout of parameter .*up\.bias"):
         solve(program, {"a": 2}, "cpu", search=Search(pins=pins))
     plan = solve(program, {"a": 2}, "cpu", search=Search(pins=pins, tie_layers=False))
-    assert plan.parameters["transformer.h.0.mlp.c_fc.bias"] == layout("S(0)")
-    assert plan.parameters["transformer.h.1.mlp.c_fc.bias"] == layout("R")
+    assert plan.parameters["layers.0.up.bias"] == layout("S(0)")
+    assert plan.parameters["layers.1.up.bias"] == layout("R")
 
 
 def test_data_axes_only() -> None:

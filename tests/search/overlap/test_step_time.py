@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,16 +15,20 @@ from autopar.search.overlap.regions import BACKWARD, BLOCKING, CHUNKED, GATHER, 
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
-from benchmarks.overlap import captured
+from benchmarks import overlap
 from tests import models
+
+captured = cache(overlap.captured)
 
 
 @pytest.mark.parametrize(("recipe", "axes"), [
-    ("ddp", {"gpu": 8}), ("fsdp", {"node": 8, "gpu": 8}), ("hsdp", {"node": 8, "gpu": 8}),
+    pytest.param("ddp", {"gpu": 8}, marks=pytest.mark.deep),
+    ("fsdp", {"node": 8, "gpu": 8}),
+    pytest.param("hsdp", {"node": 8, "gpu": 8}, marks=pytest.mark.deep),
     ("megatron", {"node": 8, "gpu": 8}), (None, {"gpu": 8}),
 ])  # fmt: skip
 def test_predictions_are_those_of_the_simulator(recipe: str | None, axes: dict[str, int]) -> None:
-    program = captured(int(np.prod(list(axes.values()))), layers=3)
+    program = captured(int(np.prod(list(axes.values()))), 3)
     plan = solve(program, axes, "h100", search=Search(recipe=recipe, cache=False))
     simulated = simulate(emitted(rewrite(program, plan), plan)).step_seconds
     assert plan.predicted.step_seconds == pytest.approx(simulated, rel=0.05)
@@ -77,12 +82,11 @@ def test_a_region_takes_the_longest_of_its_rows() -> None:
     assert seconds(kernels=4, gradient=3, microbatches=4) == 6  # beside the last microbatch alone
 
 
-@pytest.mark.parametrize(
-    "recipe", ["fsdp", *(pytest.param(r, marks=pytest.mark.deep) for r in ("ddp", "megatron-sequence"))]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("recipe", ["fsdp", "ddp", "megatron-sequence"])
 def test_what_hides_takes_the_device_for_its_share(recipe: str) -> None:
     """The simulator's kernels are as much longer, and predictions with what calibrations find are about its steps."""
-    program, (near, far) = captured(8, layers=3), Cluster.preset("h100").links
+    program, (near, far) = captured(8, 3), Cluster.preset("h100").links
     link, search = replace(near, wait=1e-4, occupies=0.5), Search(recipe=recipe, cache=False)
     plan = solve(program, {"gpu": 8}, replace(Cluster.preset("h100"), links=(link, far)), search=search)
     simulated = simulate(emitted(rewrite(program, plan), plan)).step_seconds

@@ -52,7 +52,7 @@ def parts(name: str, microbatches: int) -> tuple[Program, Dims, LayerClasses]:
 
 
 @pytest.mark.parametrize(("name", "microbatches", "memory"), [
-    ("llama", 1, None), ("llama", 2, None), ("gpt2", 1, None),
+    ("llama", 2, None), ("gpt2", 1, None), pytest.param("llama", 1, None, marks=pytest.mark.deep),
     *(pytest.param("llama", count, 0.9, marks=pytest.mark.deep) for count in (1, 2)),
 ])  # fmt: skip
 def test_what_is_minimized_is_what_the_plan_costs_under_these_weights(
@@ -122,7 +122,7 @@ def test_the_level_method_reaches_the_best_weights_of_known_plans() -> None:
     assert bound <= min(best.step.seconds(known) for known in features) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.deep)])
 def test_no_plan_is_faster_than_the_bound_of_any_weights(name: str) -> None:
     program, dims, classes = parts(name, 1)
     job = Job(AXES, SHARED)

@@ -70,6 +70,8 @@ class Variable:
         alias_only: whether `RECOMPUTED` is allowed only for a consumer layout equal to the layout that the value was
             produced in. Such a consumer layout is no tensor of its own, so the memory counts at the value alone.
         seconds: of an operator without states, the seconds of its kernels under each label, whatever a second costs.
+        read_as_made: of a consumer layout, 1 + the number of the layout that its value is made in, where some reader
+            may take it so for less than a slice of the moved value; 0 where that is not told. None: nowhere.
         uncounted: bytes of each label that emitted graphs hold besides its memory, approximately. The memory
             constraint leaves them out, since it must hold for all plans. None: nothing.
     """
@@ -89,6 +91,12 @@ class Variable:
     alias_only: bool = False
     uncounted: Floats | None = None
     seconds: Floats | None = None
+    read_as_made: Ints | None = None
+
+    @property
+    def made(self) -> Ints:
+        """Of each label, ``read_as_made``."""
+        return np.zeros(len(self.cost), dtype=np.int64) if self.read_as_made is None else self.read_as_made
 
     @property
     def readable(self) -> Ints:
@@ -127,6 +135,18 @@ class Variable:
     def layout(self, label: int, tables: Tables) -> Layout:
         """The layout of a tensor under a label."""
         return tables.of(self.types["in", 0]).layouts[int(self.ports["in", 0][label])]
+
+    def reading_as_made(self, labels: Ints, made: Ints) -> Variable:
+        """The variable of a consumer layout with some of its labels, once or more, and for these ``read_as_made``."""
+        return replace(
+            self,
+            ports={port: numbers[labels] for port, numbers in self.ports.items()},
+            cost=self.cost[labels],
+            memory=self.memory[labels],
+            candidate=self.candidate[labels],
+            state=None if self.state is None else self.state[labels],
+            read_as_made=made,
+        )
 
     def in_states(
         self,

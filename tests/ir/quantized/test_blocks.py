@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.costs.outer_exchange import BLOCK, exchange_size
-from autopar.module.low_communication.quantize import dequantize, mean_of, quantize
+from autopar.ir.quantized.blocks import dequantize, mean_of, quantize
 
 
 def reference(values: np.ndarray, bits: int) -> tuple[bytes, np.ndarray]:

@@ -1,0 +1,231 @@
+"""float8_linear_layers: products of a value and a parameter, and those of their gradients, take float8 operands.
+
+Before (``x`` is ``[tokens, in]``, ``w`` a parameter ``[out, in]``)::
+
+    y = aten.mm(x, wt);  ...;  dx = aten.mm(dy, w);  dw = aten.mm(dyt, x)
+
+After::
+
+    sx = float8_scale(x, [0, 1], "e4m3");  x8 = float8_quantize(x, sx, "e4m3");  ...       # of w, and of dy as "e5m2"
+    y = float8_product(x8, w8, sx, sw, "e4m3", "e4m3", dtype=bfloat16)
+    dx = float8_product(dy8, w8t, sdy, sw, "e5m2", "e4m3", ...);  dw = float8_product(dy8t, x8t, sdy, sx, ...)
+
+A tensor is scaled and rounded once for all products that take it so. It runs on the canonical form, before plans: that
+a sharded weight is gathered as bytes, after it has been rounded, is a layout like any other to the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import copy_graph, insert_call, user_line
+from autopar.ir.node_info import info, set_info
+from autopar.ir.ops import float8
+from autopar.ir.precision import BLOCKS, TENSORWISE, Float8
+from autopar.ir.program import Program
+
+aten = torch.ops.aten
+
+VALUES, GRADIENTS = "e4m3", "e5m2"
+"""Formats of values and weights, and of gradients, which need a wider range."""
+
+_VIEWS = {aten.permute.default, aten.reshape.default, aten._to_copy.default}
+"""Through these a parameter is the weight of a linear layer; with sums, its gradient is theirs."""
+
+Key = tuple[fx.Node, tuple[int, ...], str]
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """An operand of a product: a matrix, or its transpose, in a format."""
+
+    matrix: fx.Node
+    transposed: bool
+    format: str
+
+
+class _Operands(NamedTuple):
+    """The operands of a product."""
+
+    left: _Operand
+    right: _Operand
+
+
+@dataclass
+class _Rounded:
+    """What has been rounded so far: bytes and scale of each matrix, by the dims that share a scale, and format."""
+
+    linear: Float8
+    known: dict[Key, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+    transposes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def of(self, operand: _Operand, summed: int, product: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Bytes ``[rows, depth]`` and scale of an operand, ``depth`` being its dim ``summed``.
+
+        Scales are ``[1, 1]`` or ``[rows, 1]``; of blocks ``[rows, depth / 32]``.
+        """
+        dim = 1 - summed if operand.transposed else summed
+        if self.linear.scaling == BLOCKS:
+            # Blocks lie along the last dim: they are of the transpose.
+            matrix = operand.matrix if dim == 1 else self._transpose(operand.matrix, product)
+            return self._rounded(matrix, (), operand.format, product)
+        dims = (0, 1) if self.linear.scaling == TENSORWISE else (dim,)
+        values, scale = self._rounded(operand.matrix, dims, operand.format, product)
+        # With what is summed over in the last dim.
+        if dim == 1:
+            return values, scale
+        return self._transpose(values, product), scale if len(dims) > 1 else self._transpose(scale, product)
+
+    def _rounded(
+        self, matrix: fx.Node, dims: tuple[int, ...], format: str, product: fx.Node
+    ) -> tuple[fx.Node, fx.Node]:
+        """Bytes and scale of a matrix, the scale being of these dims, or of blocks where there are none."""
+        key, graph = (matrix, dims, format), product.graph
+        if key not in self.known:
+            if dims:
+                scale = _insert(graph, product, float8.scale, matrix, list(dims), format)
+                values = _insert(graph, product, float8.quantize, matrix, scale, format)
+            else:
+                scale = _insert(graph, product, float8.block_scale, matrix, format)
+                values = _insert(graph, product, float8.block_quantize, matrix, scale, format)
+            self.known[key] = values, scale
+        return self.known[key]
+
+    def _transpose(self, matrix: fx.Node, product: fx.Node) -> fx.Node:
+        if matrix not in self.transposes:
+            self.transposes[matrix] = _insert(product.graph, product, aten.permute.default, matrix, [1, 0])
+        return self.transposes[matrix]
+
+
+def float8_linear_layers(program: Program, linear: Float8) -> Program:
+    """Round the operands of linear layers' products to float8.
+
+    Args:
+        program: canonical.
+        linear: which layers, and how they are scaled.
+
+    Raises:
+        ValueError: there is no linear layer.
+    """
+    program = replace(program, graph=copy_graph(program.graph), float8=str(linear))
+    products = _products(program, linear)
+    if not products:
+        but = f" beside those that exclude={linear.exclude} names" if linear.exclude else ""
+        raise ValueError(
+            f"precision with fp8: the model has no linear layer{but}, a product of a matrix of values and a parameter; "
+            "leave fp8 out"
+        )
+    rounded = _Rounded(linear)
+    for node in program.graph.graph.nodes:
+        if node in products:
+            left, right = products[node]
+            _require_blocks(node, left, linear)
+            # Of the left one columns are summed over, of the right one rows.
+            (a, scale_a), (b, scale_b) = rounded.of(left, 1, node), rounded.of(right, 0, node)
+            # In place: the node keeps its name, module, region, and the dtype in which its terms are added.
+            node.args = (a, b, scale_a, scale_b, left.format, right.format, node.meta["val"].dtype)
+            node.target = float8.block_product if linear.scaling == BLOCKS else float8.product
+    program.graph.graph.eliminate_dead_code()
+    program.graph.graph.lint()
+    program.graph.recompile()
+    return program
+
+
+def _require_blocks(product: fx.Node, left: _Operand, linear: Float8) -> None:
+    """Refuse blocks that do not fill what a product sums over.
+
+    Raises:
+        ValueError: names the product and its sizes.
+    """
+    shape = left.matrix.meta["val"].shape
+    depth = shape[0 if left.transposed else 1]
+    if linear.scaling == BLOCKS and depth % float8.BLOCK:
+        raise ValueError(
+            f"precision with mxfp8: {product.name} ({user_line(product)}) sums over {depth} numbers, which are no "
+            f"blocks of {float8.BLOCK}; exclude its layer (Float8), take another batch, or scale rowwise"
+        )
+
+
+def _insert(graph: fx.Graph, product: fx.Node, target: object, *args: object) -> fx.Node:
+    with graph.inserting_before(product):
+        node = insert_call(graph, product, target, *args)
+    # What a region's policy says of products is not said of their operands.
+    set_info(node, replace(info(node), saved=None))
+    return node
+
+
+def _products(program: Program, linear: Float8) -> dict[fx.Node, _Operands]:
+    """The products of linear layers, with their operands."""
+    parameters = {n: i.name for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "parameter"}
+    outputs = zip(program.outputs, program.output_values, strict=True)
+    terms = {o.name: set(_terms(v)) for o, v in outputs if o.kind == "gradient" and v is not None}
+    from_tangents = _of_tangents(program)
+    products = [n for n in program.graph.graph.nodes if n.target is aten.mm.default]
+    matrices = {n: [_base(a) for a in n.args] for n in products if n.meta["val"].is_floating_point()}
+    weights = {n: [w for m, _ in both if (w := _parameter(m, parameters))] for n, both in matrices.items()}
+    gradients = {n: [m for m, _ in both if m in from_tangents] for n, both in matrices.items()}
+    chosen: set[fx.Node] = set()
+    for weight, name in parameters.items():
+        # Of a tied parameter the pattern may name any of its modules.
+        names = [name, *(alias for alias, own in program.aliases.items() if own == name)]
+        if any(fnmatchcase(n, pattern) for n in names for pattern in linear.exclude):
+            continue
+        layers = [n for n in matrices if weights[n] == [weight] and not gradients[n]]
+        results = {n.meta["val"].shape for n in layers}
+        chosen.update(layers)
+        for node, made in gradients.items():
+            # Of the gradient of a layer's result, and not of what else is computed from the parameter.
+            of_layer = len(made) == 1 and made[0].meta["val"].shape in results
+            of_weight = not weights[node] and node in terms.get(name, ())
+            if of_layer and (weights[node] == [weight] or of_weight):
+                chosen.add(node)
+    return {
+        n: _Operands(*(_Operand(m, flipped, GRADIENTS if m in gradients[n] else VALUES) for m, flipped in matrices[n]))
+        for n in chosen
+    }
+
+
+def _base(operand: object) -> tuple[fx.Node, bool]:
+    """The matrix of which an operand is a view, and whether it is its transpose."""
+    assert isinstance(operand, fx.Node)
+    if operand.target is aten.permute.default:
+        source = operand.args[0]
+        assert isinstance(source, fx.Node)
+        if source.meta["val"].ndim == 2:
+            return source, True
+    return operand, False
+
+
+def _parameter(node: fx.Node, parameters: Container[fx.Node]) -> fx.Node | None:
+    """The parameter that a matrix is, through views and casts; None: it is none."""
+    while node.target in _VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node if node in parameters else None
+
+
+def _of_tangents(program: Program) -> set[fx.Node]:
+    """What depends on the gradients of results: gradients."""
+    found = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
+    for node in program.graph.graph.nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _terms(gradient: fx.Node) -> Iterator[fx.Node]:
+    """The products whose sum is a gradient, through views and casts."""
+    pending = [gradient]
+    while pending:
+        node = pending.pop()
+        if node.target is aten.mm.default:
+            yield node
+        elif node.target in _VIEWS:
+            pending.append(node.args[0])  # type: ignore[arg-type]
+        elif node.target is aten.add.Tensor:
+            pending += node.all_input_nodes

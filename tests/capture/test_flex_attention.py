@@ -1,0 +1,148 @@
+"""`flex_attention` is attention under its mask's function, or its formula; what cannot be either is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from autopar.compiler import program_of
+from autopar.errors import CaptureError
+from autopar.ir.ops.attention import attention
+from autopar.ir.ops.sequence.masked_attention import attention_masked
+from autopar.verify.verify import verify
+
+ROWS, TOKENS = 2, 16
+
+
+class Flexible(nn.Module):
+    """Attention whose functions are made of the model and the documents' numbers."""
+
+    def __init__(self, functions: Callable[..., tuple[Any, Any]], function: Any = flex_attention) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.functions, self.function = functions, function
+        self.q, self.kv, self.out = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("slopes", 0.5 ** torch.arange(1, 5))
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.kv(x).chunk(2, -1))
+        return self.q(x).unflatten(-1, (4, 4)).transpose(1, 2), k, v
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        mask, score = self.functions(self, ids)
+        n = x.shape[1]
+        block = None if mask is None else create_block_mask(mask, ROWS, None, n, n, device="cpu")
+        seen = self.function(*self.heads(x), score_mod=score, block_mask=block, enable_gqa=True)
+        loss: Tensor = self.out(seen.transpose(1, 2).flatten(2)).square().mean()
+        return loss
+
+
+def batch() -> dict[str, Tensor]:
+    x = torch.randn(ROWS, TOKENS, 8, generator=torch.Generator().manual_seed(1)).double()
+    return {"x": x, "ids": torch.tensor([[0] * 6 + [1] * 10, [0] * 13 + [1] * 3])}
+
+
+def documents(m: Any, ids: Tensor) -> tuple[Any, Any]:
+    return lambda b, h, i, j: (i >= j) & (ids[b, i] == ids[b, j]), None
+
+
+def window(m: Any, ids: Tensor) -> tuple[Any, Any]:
+    return lambda b, h, i, j: (i >= j) & (i - j < 5), None
+
+
+def slopes(m: Any, ids: Tensor) -> tuple[Any, Any]:
+    return documents(m, ids)[0], lambda s, b, h, i, j: s + m.slopes[h] * (j - i)
+
+
+def capped(m: Any, ids: Tensor) -> tuple[Any, Any]:
+    return documents(m, ids)[0], lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0)
+
+
+def relative(m: Any, ids: Tensor) -> tuple[Any, Any]:
+    return None, lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf"))
+
+
+FUNCTIONS = [documents, window, slopes, capped, relative]
+
+
+def expected(m: Flexible, x: Tensor, ids: Tensor, name: Any) -> Tensor:
+    """By hand, with all scores."""
+    q, k, v = m.heads(x)
+    i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
+    shown = (i >= j) & (i - j < 5) if name is window else i >= j
+    if name in (documents, slopes, capped):
+        shown = shown & (ids[:, None, :, None] == ids[:, None, None, :])
+    scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 2.0
+    scores = scores + m.slopes[:, None, None] * (j - i) if name is slopes else scores
+    scores = 2.0 * torch.tanh(scores / 2.0) if name is capped else scores
+    weights = scores.masked_fill(~shown, -torch.inf).softmax(-1)
+    loss: Tensor = m.out((weights @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2)).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_equal_values(name: Any) -> None:
+    """Of a random plan with the formula by hand: loss and gradients."""
+    model, given = Flexible(name).double(), batch()
+    report = verify(model, given, {"a": 2, "b": 2}, plan="random", seed=1)
+    assert max(report.max_error, report.capture_error) < 1e-10
+    loss = expected(model, **given, name=name)
+    torch.testing.assert_close(report.loss, loss.detach())
+    loss.backward()
+    for parameter, gradient in model.named_parameters():
+        torch.testing.assert_close(report.gradients[parameter], gradient.grad)
+    found = [n for n in report.program.graph.graph.nodes if "autopar.attention" in str(n.target)]
+    assert bool(found) == (name is not capped)
+
+
+def target_of(functions: Any, function: Any = flex_attention, given: Any = None) -> Any:
+    given = batch() if given is None else given
+    program = program_of(Flexible(functions, function), {"x": given["x"].float(), "ids": given["ids"]})
+    return next((n for n in program.graph.graph.nodes if "autopar.attention" in str(n.target)), None)
+
+
+def test_masks_are_functions() -> None:
+    """Also of a function that a model has compiled, as transformers does."""
+    assert target_of(documents).args[4:8] == ('[["aten.eq.Tensor", "%0", "%1"]]', False, TOKENS, 0)
+    found = target_of(window, torch.compile(flex_attention))
+    assert found.target is attention_masked and found.args[3:8] == ([], "", False, 4, 0)
+    found = target_of(relative)
+    assert found.target is attention and found.args[6]
+
+
+IDS = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+
+
+def shorter(ids: Tensor) -> Any:
+    return lambda b, h, i, j: ids[b, i] == 0
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        (
+            lambda m, ids: (lambda b, h, i, j: IDS[b, i] == IDS[b, j], None),
+            "closes over a tensor of shape [2, 16] that is no",
+        ),
+        (
+            lambda m, ids: (shorter(ids[:, :12]), None),
+            "looks up 16 elements in dim 1 of a tensor",
+        ),
+        (lambda m, ids: (None, lambda s, b, h, i, j: s + m.slopes.sum()), "calls sum, which does not compute each"),
+        (lambda m, ids: (None, lambda s, b, h, i, j: s + ids[b][i]), "takes a part of a tensor of 2 dims by 1 indices"),
+    ],
+)
+def test_functions_that_are_refused(functions: Any, message: str) -> None:
+    with pytest.raises(CaptureError) as found:
+        target_of(functions)
+    assert message in str(found.value) and "_mod" in str(found.value) and __file__ in str(found.value)
+
+
+def test_logarithms_are_refused() -> None:
+    with pytest.raises(CaptureError, match="only the result is computed"):
+        target_of(window, lambda *args, **kwargs: flex_attention(*args, **kwargs, return_lse=True)[0])

@@ -1,0 +1,40 @@
+"""What a process frees stays with it, so that the next step has no new memory to clear."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from autopar.costs.calibrate.allocator import SETTINGS, keep_freed_memory
+
+STEPS = """
+import resource, sys, torch
+if sys.argv[1] == "kept":
+    from autopar.costs.calibrate.allocator import keep_freed_memory
+    assert keep_freed_memory()
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    made = [torch.ones(1 << 21) for _ in range(8)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print([step() for _ in range(4)][-1])
+"""
+
+
+def new_pages(how: str) -> int:
+    """How many pages the fourth of four equal steps gets from the system, in a process of its own."""
+    own = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    said = subprocess.run([sys.executable, "-c", STEPS, how], env=own, capture_output=True, text=True, check=True)
+    return int(said.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
+def test_a_step_gets_no_new_pages() -> None:
+    size, page = 8 * (4 << 21), resource.getpagesize()
+    assert new_pages("kept") * page < 0.1 * size < new_pages("as it is") * page
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert not keep_freed_memory()

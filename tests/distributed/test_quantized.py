@@ -1,0 +1,142 @@
+"""Gathers and reductions in few bits on four ranks, against the recurrence in numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.ir.node_info import info
+from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.distributed.models import mlp, mlp_batch
+from tests.distributed.steps import TOLERANCE, follow
+from tests.ir.quantized.reference import Sharded
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    found: torch.Tensor = model(**batch)["loss"]
+    return found
+
+
+def parallel(sizes: tuple[int, ...], quantized: dict[str, Any], **more: Any) -> Any:
+    import autopar
+
+    search = autopar.Search(**{"recipe": "fsdp", **more}, quantized=quantized, inexact=("quantized",))
+    return autopar.parallelize(mlp(), mesh_of(*sizes), mlp_batch(0), search=search, timeout=WAIT)
+
+
+def reference_of(model: Any, parts: int, inner: int, bits: dict[str, int]) -> Sharded:
+    dims = {n: getattr(p.placements[0], "dim", None) for n, p in model.named_parameters()}
+    return Sharded(mlp(), adamw, dims, parts, inner, **bits)
+
+
+def rows_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    rows = len(batch["x"]) // 4
+    return [{k: v[i * rows : (i + 1) * rows] for k, v in batch.items()} for i in range(4)]
+
+
+def apart(model: Any, reference: Sharded) -> float:
+    state, wanted = model.full_state_dict(), dict(reference.model.named_parameters())
+    return max(float((state[n] - p.detach()).abs().max()) for n, p in wanted.items())
+
+
+def trained(rank: int, sizes: tuple[int, ...], bits: dict[str, int], more: dict[str, Any]) -> float:
+    """The largest difference of losses and parameters of any step."""
+    model = parallel(sizes, {"a": bits}, **more)
+    optimizer, error = adamw(model), 0.0
+    reference = reference_of(model, sizes[0], 4 // sizes[0], bits)
+    for step in range(STEPS):
+        batch = mlp_batch(step)
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        expected = reference.step(rows_of(batch), loss_of)
+        error = max(error, abs(float(loss.detach()) - expected), apart(model, reference))
+    assert reference.reached == set(bits)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bits", "more"),
+    [
+        ((4,), {"weights": 8, "gradients": 4}, {}),
+        pytest.param((4,), {"weights": 4}, {"pins": {"overlap": "none"}}, marks=pytest.mark.deep),
+        pytest.param((2, 2), {"weights": 8}, {}, marks=pytest.mark.deep),
+        pytest.param((2, 2), {"weights": 8, "gradients": 8}, {}, marks=pytest.mark.deep),
+    ],
+)
+def test_equals_the_recurrence(
+    ranks: Ranks, sizes: tuple[int, ...], bits: dict[str, int], more: dict[str, Any]
+) -> None:
+    assert max(ranks.run(trained, sizes, bits, more)) < 1e-10
+
+
+def deferred(rank: int) -> float:
+    """Two backward passes, of which the first defers its reduction: their sum is reduced, not their bytes."""
+    bits = {"gradients": 4}
+    model = parallel((4,), {"a": bits})
+    batch = mlp_batch(0)
+    with model.no_sync():
+        loss_of(model, batch).backward()
+    loss_of(model, batch).backward()
+    found = model.full_gradients()
+    reference = reference_of(model, 4, 1, bits)
+    reference.step(rows_of(batch), lambda m, b: 2 * loss_of(m, b))
+    wanted = {n: p.grad for n, p in reference.model.named_parameters()}
+    return max(float((found[n] - g).abs().max()) for n, g in wanted.items() if g is not None)
+
+
+def test_deferred_gradients_are_added_before_they_are_quantized(ranks: Ranks) -> None:
+    assert max(ranks.run(deferred)) < 1e-10
+
+
+def within(rank: int, more: dict[str, Any]) -> tuple[float, bool]:
+    """The largest difference of any step from one device, and whether the backward pass reads copies."""
+    import autopar
+
+    search = autopar.Search(**{"recipe": "fsdp", **more}, pins={"secondary": "b"})
+    model = autopar.parallelize(mlp(), mesh_of(2, 2), mlp_batch(0), search=search, timeout=WAIT, deterministic=True)
+    error = follow(model, mlp(), [mlp_batch(i) for i in range(STEPS)])
+    assert any(info(n).secondary for n in model.logical_graph.graph.nodes)
+    return error, any(info(n).secondary for n in model.forward_graph.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, *(pytest.param({"recipe": "random", "seed": s}, marks=pytest.mark.deep) for s in range(3))]
+)
+def test_copies_for_the_backward_pass_are_exact(ranks: Ranks, more: dict[str, Any]) -> None:
+    found = ranks.run(within, more)
+    assert max(error for error, _ in found) < TOLERANCE
+    assert more or all(copies for _, copies in found)
+
+
+def compiled(rank: int) -> float:
+    import autopar
+
+    bits = {"weights": 8, "gradients": 8}
+    search = autopar.Search(recipe="fsdp", quantized={"a": bits}, inexact=("quantized",))
+    model = autopar.parallelize(
+        mlp(), mesh_of(4), mlp_batch(0), search=search, timeout=WAIT, compile=lambda graph, inputs: graph
+    )
+    reference = reference_of(model, 4, 1, bits)
+    optimizer = adamw(model)
+    loss_of(model, mlp_batch(0)).backward()
+    optimizer.step()
+    reference.step(rows_of(mlp_batch(0)), loss_of)
+    return apart(model, reference)
+
+
+@pytest.mark.deep
+def test_compiled_regions_have_the_operators(ranks: Ranks) -> None:
+    assert max(ranks.run(compiled)) < 1e-10
