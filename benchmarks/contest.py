@@ -52,7 +52,7 @@ def measured(path: Path, seconds: float) -> dict[str, Any]:
     """What is found of one file: `value` is None where nothing was, and `bound` where nothing fits."""
     name, instance = read(path)
     begin = time.monotonic()
-    found = solve(instance, seconds, GAP, lambda value, bound: None)
+    found = solve(instance, seconds, GAP)
     took = time.monotonic() - begin
     feasible = (
         found.labels is not None and bool(np.isfinite(instance.value(found.labels))) and instance.fits(found.labels)
@@ -151,7 +151,7 @@ def read(path: Path) -> tuple[str, Instance]:
             np.concatenate([np.zeros(0), *memory]),
             np.array([x[0] for x in lives], dtype=np.int64),
             np.array([x[1] for x in lives], dtype=np.int64),
-            float(limit[0]),
+            np.full(max([1, *(x[1] for x in lives)]), limit[0]),
             np.array(u, dtype=np.int64),
             np.array(v, dtype=np.int64),
             _allowed(np.concatenate([np.zeros(0), *kept])),

@@ -1,4 +1,4 @@
-"""Small instances: an ILP whose limits are added at the program points that its solution exceeds, until it exceeds none."""
+"""Small instances: an ILP whose limits are added at the points that its solution exceeds, until it exceeds none."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from autopar.search.solver.intervals.instance import Instance
 from autopar.search.solver.intervals.multipliers import Best
 from autopar.search.solver.minimize import LEVELS, MOST_COLUMNS, WORK_PER_ENTRY
 from autopar.search.solver.presolve import presolve
-from autopar.search.solver.problem import Edge, Floats, Ints, Node, Problem
+from autopar.search.solver.problem import Edge, Ints, Node, Problem
 from autopar.search.solver.workspace import Workspace, build
 
 MOST_ROWS_PER_ROUND = 5
 
 
-def close(instance: Instance, best: Best, deadline: float, gap: float) -> bool:
+def close(instance: Instance, best: Best, deadline: float, gap: float, points: tuple[int, ...] = ()) -> bool:
     """Solve the instance to the gap.
 
     Each round's problem has some of the limits, so its bound is one of the instance too.
@@ -38,17 +38,18 @@ def close(instance: Instance, best: Best, deadline: float, gap: float) -> bool:
         best: edited in place. A bound of inf: nothing fits.
         deadline: of the monotonic clock.
         gap: relative.
+        points: whose limits the first round has.
 
     Returns:
         Whether it was solved; False where time is up or the ILP is too large.
     """
-    problem = _problem(instance)
+    problem = as_problem(instance)
     scale = (best.value if np.isfinite(best.value) else abs(best.bound)) or 1.0
     scale = scale if np.isfinite(scale) else 1.0
-    points: list[int] = []
+    rows = list(points)
     while time.monotonic() < deadline and not requested():
         alive = np.zeros(len(problem.nodes), dtype=bool)
-        for point in points:
+        for point in rows:
             alive |= instance.alive(point)
         nodes = tuple(
             n if a else replace(n, memory=np.zeros_like(n.memory)) for n, a in zip(problem.nodes, alive, strict=True)
@@ -62,29 +63,20 @@ def close(instance: Instance, best: Best, deadline: float, gap: float) -> bool:
         labels: Ints | None = None
         bound = float("inf")
         if feasible:
-            labels, bound = _solved(graph, instance, points, scale, gap / 2, deadline)
+            labels, bound = _solved(graph, instance, rows, scale, gap / 2, deadline)
         best.bound = max(best.bound, bound)
         if bound == float("inf"):
             return True
         if labels is None:
             return False
-        used = instance.usage(labels)
         if instance.fits(labels):
             best.offer(instance, labels)
             return best.value - best.bound <= gap * abs(best.value)
-        new = [p for p in _worst(used, instance.limit) if p not in points]
+        new = [p for p in instance.exceeded(labels) if p not in rows][:MOST_ROWS_PER_ROUND]
         if not new:
             return False  # exceeded by no more than HiGHS's tolerance
-        points += new
+        rows += new
     return False
-
-
-def _worst(used: Floats, limit: float) -> list[int]:
-    """The points of most bytes of the worst runs of points that exceed the limit."""
-    over = np.flatnonzero(used > limit)
-    runs = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1)
-    peaks = sorted((int(run[used[run].argmax()]) for run in runs), key=lambda p: -used[p])
-    return peaks[:MOST_ROWS_PER_ROUND]
 
 
 def _solved(
@@ -94,10 +86,10 @@ def _solved(
     rooms = [_room(graph, instance, point) for point in points]
     live = graph.live_nodes()
     if not live:
-        if min(rooms, default=0.0) < -1e-12 * instance.limit:
+        if min(rooms, default=0.0) < -instance.tolerance:
             return None, float("inf")
         return unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)), graph.constant
-    unit, per_byte = OBJECTIVE_SCALE / scale, MEMORY_SCALE / (instance.limit or 1.0)
+    unit, per_byte = OBJECTIVE_SCALE / scale, MEMORY_SCALE / (float(np.abs(instance.limit).max()) or 1.0)
     solver = new_solver(
         deadline - time.monotonic(), mip_rel_gap=0.0, mip_abs_gap=gap * OBJECTIVE_SCALE, mip_feasibility_tolerance=1e-7
     )
@@ -122,10 +114,11 @@ def _room(graph: Workspace, instance: Instance, point: int) -> float:
     """Bytes that live nodes may take at a point: folded ones take the same with each of their labels."""
     alive = instance.alive(point)
     taken = sum(float(graph.memory[n][np.isfinite(cost)][0]) for n, cost, _ in graph.folded if alive[n])
-    return instance.limit - taken
+    return float(instance.limit[point]) - taken
 
 
-def _problem(instance: Instance) -> Problem:
+def as_problem(instance: Instance) -> Problem:
+    """The instance without limits."""
     own = [slice(a, b) for a, b in zip(instance.first[:-1].tolist(), instance.first[1:].tolist(), strict=True)]
     nodes = tuple(Node(str(n), instance.cost[o], instance.memory[o]) for n, o in enumerate(own))
     edges = []

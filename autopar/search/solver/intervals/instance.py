@@ -1,4 +1,4 @@
-"""The problem: nodes with labels, costs of labels and of pairs, and for each node the program points that it lives at."""
+"""The problem: nodes with labels, costs of labels and of pairs, and for each node the points that it lives at."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.search.solver.problem import Floats, Ints
 
 @dataclass(frozen=True)
 class Instance:
-    """Minimize costs of labels and pairs, with at most `limit` bytes of the chosen labels at any program point.
+    """Minimize costs of labels and pairs, with at most `limit` bytes of the chosen labels at each program point.
 
     Labels of all nodes are in one array, those of node i at `first[i]:first[i + 1]`; so are the tables of edges.
 
@@ -23,7 +23,7 @@ class Instance:
         memory: of each label, in bytes, [L].
         begin: the program point from which on a node lives, [n].
         end: the one before which it ends; no later than `begin`: it takes no memory, [n].
-        limit: bytes at each program point.
+        limit: bytes at each program point, [points]; less than nothing: no labels fit.
         u: first node of each edge, [E].
         v: second node, another one, [E].
         table: costs of pairs, of one edge after the other, each row by row of u's labels; inf: forbidden.
@@ -34,7 +34,7 @@ class Instance:
     memory: Floats
     begin: Ints
     end: Ints
-    limit: float
+    limit: Floats
     u: Ints
     v: Ints
     table: Floats
@@ -49,8 +49,10 @@ class Instance:
             raise ValueError(f"each of the {nodes} nodes needs an interval that does not begin before 0")
         if np.isnan(self.cost).any() or np.isnan(self.table).any():
             raise ValueError("costs must be numbers or inf")
-        if not np.isfinite(self.memory).all() or not self.limit >= 0 or (self.memory < 0).any():
-            raise ValueError("memory and its limit must be finite and not negative")
+        if not np.isfinite(self.memory).all() or (self.memory < 0).any() or not np.isfinite(self.limit).all():
+            raise ValueError("memory must be finite and not negative, and limits finite")
+        if self.points < int(self.end.max()):
+            raise ValueError(f"intervals end at {int(self.end.max())}, and limits at {self.points}")
         for name, ends in (("u", self.u), ("v", self.v)):
             if len(ends) and not 0 <= int(ends.min()) <= int(ends.max()) < nodes:
                 raise ValueError(f"an edge's {name} is no node of 0 to {nodes - 1}")
@@ -77,10 +79,10 @@ class Instance:
         entries = self.sizes[self.u] * self.sizes[self.v]
         return np.concatenate([[0], np.cumsum(entries)]).astype(np.int64)
 
-    @cached_property
+    @property
     def points(self) -> int:
         """How many program points there are."""
-        return max(int(self.end.max()), 1)
+        return len(self.limit)
 
     def value(self, labels: Ints) -> float:
         """What labels cost, inf where they use a forbidden one or a forbidden pair.
@@ -116,7 +118,19 @@ class Instance:
 
     def fits(self, labels: Ints) -> bool:
         """Whether no program point exceeds the limit, up to rounding."""
-        return bool((self.usage(labels) <= self.limit * (1 + 1e-12)).all())
+        return bool((self.usage(labels) <= self.limit + self.tolerance).all())
+
+    @cached_property
+    def tolerance(self) -> float:
+        """Bytes that sums of bytes may be off by."""
+        return 1e-12 * float(np.abs(self.limit).max())
+
+    def exceeded(self, labels: Ints) -> list[int]:
+        """The worst point of each run of points that exceed their limits, the worst first."""
+        over = self.usage(labels) - self.limit
+        above = np.flatnonzero(over > self.tolerance)
+        runs = np.split(above, np.flatnonzero(np.diff(above) > 1) + 1) if len(above) else []
+        return sorted((int(run[over[run].argmax()]) for run in runs), key=lambda p: -over[p])
 
     def largest_live_sets(self) -> Ints:
         """Program points whose nodes are not all alive at another one: no other limit can bind alone."""

@@ -7,16 +7,34 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.search.solver.highs import requested
 from autopar.search.solver.intervals.exact import close
+from autopar.search.solver.intervals.feasible import settled, squeezed
+from autopar.search.solver.intervals.forests import grown, move
 from autopar.search.solver.intervals.instance import Instance
-from autopar.search.solver.intervals.multipliers import Best, Progress, ascend
-from autopar.search.solver.problem import Ints
+from autopar.search.solver.intervals.messages import Messages
+from autopar.search.solver.intervals.multipliers import Best, ascend
+from autopar.search.solver.intervals.restrict import Entries, restrict, without_separable
+from autopar.search.solver.intervals.window import cheaper
+from autopar.search.solver.problem import Floats, Ints
 
 MOST_ENTRIES = 500_000
 """Costs of pairs of an instance that is tried exactly; of others presolve alone would take the time."""
 
-FIRST_SHARE, EXACT_SHARE = 0.05, 0.5
-"""Of the time: multipliers, for a first value, and the ILP; what is left goes to multipliers again."""
+FIRST_SHARE, EXACT_SHARE = 0.02, 0.5
+"""Of the time of a small instance: multipliers, for a first bound, and the ILP."""
+
+ASCENT_SHARE, WINDOW_SHARE = 0.35, 0.7
+"""Of the time, when multipliers and when windows are done; what is left goes to labels within the limits."""
+
+ANNEALED, WARM, COLD = 100, 1e-5, 1e-7
+"""Forests under noise, and its mean at the beginning and at the end, as shares of the bound."""
+
+VARIED, SETTLED = 15, 20
+"""Forests that make labels differ from the last ones, and that look for cheaper ones within the limits."""
+
+POOL, MERGE_SECONDS = 6, 8.0
+"""Labelings that are merged at a time, and for how long."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +54,80 @@ class Found:
     method: str
 
 
-def solve(instance: Instance, seconds: float, gap: float, progress: Progress) -> Found:
+def solve(instance: Instance, seconds: float, gap: float) -> Found:
     """Minimize within the limit of each program point.
 
     Args:
         instance: the problem.
         seconds: time limit; it ends up to a few seconds later.
         gap: relative, at which it stops.
-        progress: called with the best value and the bound so far.
     """
     begin, best = time.monotonic(), Best()
-    small = len(instance.table) <= MOST_ENTRIES
-    ascend(instance, best, begin + (FIRST_SHARE if small else 1.0) * seconds, gap, progress)
-    method = "multipliers"
-    if small and not best.within(gap):
-        if close(instance, best, begin + EXACT_SHARE * seconds, gap):
-            method = "MIP"
-        else:
-            ascend(instance, best, begin + seconds, gap, progress)
-    if not np.isposinf(best.bound) and not best.within(gap):
-        method = "time limit"
-    return Found(best.labels, best.value, min(best.bound, best.value), method)
+    joined = without_separable(instance)
+    small = len(joined.table) <= MOST_ENTRIES
+    messages = Messages(joined)
+    multiplier = ascend(joined, messages, best, begin + (FIRST_SHARE if small else ASCENT_SHARE) * seconds)
+    solved = small and close(joined, best, begin + EXACT_SHARE * seconds, gap)
+    if not solved:
+        if small:
+            multiplier = ascend(joined, messages, best, begin + (EXACT_SHARE + FIRST_SHARE) * seconds)
+        _look(joined, messages, multiplier, best, begin, seconds, gap)
+    ended = "MIP" if solved else "multipliers" if best.within(gap) else "time limit"
+    # Moved costs may round differently.
+    value = instance.value(best.labels) if best.labels is not None else np.inf
+    return Found(best.labels, value, min(best.bound, value), ended)
+
+
+def _look(
+    instance: Instance,
+    messages: Messages,
+    multiplier: Floats,
+    best: Best,
+    begin: float,
+    seconds: float,
+    gap: float,
+) -> None:
+    """Labels of least cost with their prices first; then, over and over, some within the limits from these."""
+    draw, tables, entries = np.random.default_rng(0), messages.tables, Entries.of(instance)
+    scale, deadline = abs(best.bound) or 1.0, begin + seconds
+
+    def varied(labels: Ints, forests: int, warm: float) -> Ints:
+        for k in range(forests):
+            noise = scale * warm * (COLD / warm) ** (k / forests) * draw.exponential(size=len(tables.cost))
+            labels = move(
+                instance, tables, grown(tables, len(labels), draw), labels, tables.cost + messages.price + noise
+            )
+        return labels
+
+    labels = varied(messages.labels, ANNEALED, WARM)
+    labels = cheaper(instance, entries, messages, labels, begin + WINDOW_SHARE * seconds)
+    pool, warm = [labels], COLD
+    while time.monotonic() < deadline and not requested() and not best.within(gap):
+        near = varied(labels, VARIED, warm)
+        found = squeezed(instance, tables, near, multiplier, scale, draw)
+        if found is None:
+            warm = min(4 * warm, WARM)
+            continue
+        for price in (messages.price, np.zeros_like(messages.price)):
+            found = settled(instance, tables, found, price, SETTLED, draw)
+        best.offer(instance, found)
+        pool += [near, found]
+        if len(pool) > 2 * POOL:
+            _merge(instance, entries, pool, multiplier, best, min(deadline, time.monotonic() + MERGE_SECONDS), gap)
+            pool = [labels]
+
+
+def _merge(
+    instance: Instance, entries: Entries, pool: list[Ints], multiplier: Floats, best: Best, deadline: float, gap: float
+) -> None:
+    """The best labels within the limits of which each node has its label in one of a pool, or in the best so far."""
+    allowed = np.zeros(len(instance.cost), dtype=bool)
+    for labels in pool if best.labels is None else [*pool, best.labels]:
+        allowed[instance.first[:-1] + labels] = True
+    left = restrict(instance, entries, allowed)
+    if left is None:
+        return
+    merged = Best()
+    close(left.instance, merged, deadline, gap, tuple(np.flatnonzero(multiplier).tolist()))
+    if merged.labels is not None:
+        best.offer(instance, left.spread(instance, merged.labels))
