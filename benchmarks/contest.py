@@ -144,6 +144,8 @@ def read(path: Path) -> tuple[str, Instance]:
             v.append(b)
             kept.append(table)
     limit = numbers([field("problem", "usage_limit")], "problem.usage_limit")
+    if limit[0] < 0:
+        raise ValueError(f"{path}: problem.usage_limit must not be negative")
     try:
         instance = Instance(
             np.concatenate([[0], np.cumsum([len(c) for c in costs])]).astype(np.int64),

@@ -11,7 +11,7 @@ from autopar.search.solver.intervals.tables import Tables
 from autopar.search.solver.problem import Floats, Ints
 
 MOST_ROUNDS, FIRST_RISE, RISE = 80, 1e-3, 1.15
-"""Forests until labels fit; what multipliers of exceeded points rise by, as a share of the value; and how that grows."""
+"""Forests until labels fit; what multipliers of exceeded points rise by, as a share of the value; how that grows."""
 
 MOST_HALVINGS = 8
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.search.solver.intervals.instance import Instance
 from autopar.search.solver.intervals.tables import Tables, cheapest, starts
@@ -40,7 +41,7 @@ class _Level:
     entries: slice
     rows: Ints
     label: Ints
-    later: Ints
+    later: NDArray[np.bool_]
     weight: Floats
 
 

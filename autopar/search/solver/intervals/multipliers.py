@@ -85,5 +85,6 @@ def ascend(instance: Instance, messages: Messages, best: Best, deadline: float) 
 def seconds_a_byte(instance: Instance, multiplier: Floats) -> Floats:
     """Of each node: the multipliers of the points that it lives at, [n]."""
     total = np.concatenate([[0.0], np.cumsum(multiplier)])
-    found: Floats = total[np.maximum(instance.end, instance.begin).clip(max=len(multiplier))]
-    return found - total[instance.begin.clip(max=len(multiplier))]
+    last, first = np.maximum(instance.end, instance.begin).clip(max=len(multiplier)), instance.begin
+    found: Floats = total[last] - total[first.clip(max=len(multiplier))]
+    return found

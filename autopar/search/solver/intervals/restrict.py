@@ -97,7 +97,8 @@ def restrict(instance: Instance, entries: Entries, allowed: NDArray[np.bool_]) -
         return None
     every = np.flatnonzero(allowed)
     labels = every[np.concatenate([[0], np.cumsum(count)[:-1]])] - instance.first[:-1]
-    left, right = (instance.first[ends][entries.edge] + x for ends, x in ((instance.u, entries.of_u), (instance.v, entries.of_v)))  # fmt: skip
+    left = instance.first[instance.u][entries.edge] + entries.of_u
+    right = instance.first[instance.v][entries.edge] + entries.of_v
     possible = allowed[left] & allowed[right]
     both = free[instance.u] & free[instance.v]
     inner, outer = np.flatnonzero(possible & both[entries.edge]), np.flatnonzero(possible & ~both[entries.edge])

@@ -16,7 +16,7 @@ from autopar.search.solver.minimize import Limits, minimize
 from autopar.search.solver.problem import Ints
 from autopar.search.solver.workspace import build
 
-FIRST_ENTRIES, LARGER = 100_000, 2.5
+FIRST_ENTRIES, LARGER = 100_000, 3
 """Costs of pairs in the first window, and how many times as many in the next one."""
 
 GAP = 1e-5
@@ -25,8 +25,8 @@ GAP = 1e-5
 def cheaper(instance: Instance, entries: Entries, messages: Messages, labels: Ints, deadline: float) -> Ints:
     """Labels that cost less with their prices, whatever memory they take; larger and larger windows until time is up.
 
-    Single nodes and trees change one after the other, and stay where all changes of a few make it worse. Here all change at
-    once, within the labels that the messages leave close to the bound.
+    Trees change one after the other, and stay where each change alone makes it worse. Here all nodes change at once,
+    within the labels that the messages leave close to the bound.
 
     Args:
         instance: the problem.
@@ -36,10 +36,9 @@ def cheaper(instance: Instance, entries: Entries, messages: Messages, labels: In
         deadline: of the monotonic clock.
     """
     priced = replace(instance, cost=instance.cost + messages.price, memory=np.zeros_like(instance.memory))
-    reduced, most = messages.reduced(), float(FIRST_ENTRIES)
+    reduced, most = messages.reduced(), FIRST_ENTRIES
     while time.monotonic() < deadline:
-        allowed = _near(instance, messages, reduced, int(most))
-        whole = bool(allowed.all())
+        allowed = _near(instance, messages, reduced, most)
         allowed[instance.first[:-1] + labels] = True
         left = restrict(priced, entries, allowed)
         if left is None:
@@ -49,14 +48,14 @@ def cheaper(instance: Instance, entries: Entries, messages: Messages, labels: In
         found, _, _ = minimize(build(as_problem(left.instance), False), left.instance.value, limits)
         if found is not None and left.instance.value(found) < before:
             labels = left.spread(instance, found)
-        if whole:
-            break
+        if most >= len(instance.table):
+            break  # all labels were possible
         most *= LARGER
     return labels
 
 
 def _near(instance: Instance, messages: Messages, reduced: NDArray[np.float64], most: int) -> NDArray[np.bool_]:
-    """The labels of least reduced cost whose pairs are no more than `most`: of each node one at least, of nodes alone one."""
+    """The labels of least reduced cost whose pairs are at most `most`: of each node one or more, of those alone one."""
     owner, nodes = messages.tables.owner, len(instance.begin)
     least = np.minimum.reduceat(reduced, instance.first[:-1])
     at = np.flatnonzero(reduced <= least[owner])
