@@ -137,7 +137,7 @@ def test_squeezed_and_settled_labels_fit(instance: Instance, seed: int) -> None:
     if found is None:
         return
     assert instance.fits(found) and np.isfinite(instance.value(found))
-    better = settled(instance, tables, found, np.zeros(len(instance.cost)), 4, draw)
+    better = settled(instance, tables, found, np.zeros(len(instance.cost)), 4, time.monotonic() + 1, draw)
     assert instance.fits(better) and instance.value(better) <= instance.value(found)
 
 

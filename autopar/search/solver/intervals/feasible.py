@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from autopar.search.solver.intervals.forests import grown, move
@@ -14,6 +16,7 @@ MOST_ROUNDS, FIRST_RISE, RISE = 80, 1e-3, 1.15
 """Forests until labels fit; what multipliers of exceeded points rise by, as a share of the value; how that grows."""
 
 MOST_HALVINGS = 8
+NOTICED = 1e-6
 
 
 def squeezed(
@@ -43,7 +46,13 @@ def squeezed(
 
 
 def settled(
-    instance: Instance, tables: Tables, labels: Ints, price: Floats, rounds: int, draw: np.random.Generator
+    instance: Instance,
+    tables: Tables,
+    labels: Ints,
+    price: Floats,
+    patience: int,
+    deadline: float,
+    draw: np.random.Generator,
 ) -> Ints:
     """Cheaper labels that still fit, tree by tree of some forests.
 
@@ -52,12 +61,14 @@ def settled(
         tables: its.
         labels: within the limits, [n].
         price: seconds that are added to each label, [L].
-        rounds: how many forests.
+        patience: forests in a row that may gain next to nothing.
+        deadline: of the monotonic clock.
         draw: what forests are drawn with.
     """
-    cost = tables.cost + price
+    cost, since = tables.cost + price, 0
+    value = instance.value(labels) + float(price[instance.first[:-1] + labels].sum())
     barred = 2 * float(tables.cost.max() + tables.entry.max(initial=0.0)) + 1.0
-    for _ in range(rounds):
+    while since < patience and time.monotonic() < deadline:
         slack = instance.limit - instance.usage(labels)
         room = np.maximum(_least(slack, instance.begin, instance.end), 0.0)
         more = instance.memory - instance.memory[instance.first[:-1] + labels][tables.owner]
@@ -70,8 +81,11 @@ def settled(
                 break
             trees = trees[draw.random(len(trees)) < 0.5]
             found = np.where(np.isin(forest.root, trees), found, labels)
+        since += 1
         if instance.fits(found):
-            labels = found
+            labels, before = found, value
+            value = instance.value(labels) + float(price[instance.first[:-1] + labels].sum())
+            since = 0 if value < before - NOTICED * abs(before) else since
     return labels
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from autopar.search.solver.intervals.instance import Instance
 from autopar.search.solver.intervals.messages import Messages
 from autopar.search.solver.intervals.multipliers import Best, ascend
 from autopar.search.solver.intervals.restrict import Entries, restrict, without_separable
+from autopar.search.solver.intervals.tables import Tables
 from autopar.search.solver.intervals.window import cheaper
 from autopar.search.solver.problem import Floats, Ints
 
@@ -27,11 +28,14 @@ FIRST_SHARE, EXACT_SHARE = 0.02, 0.5
 ASCENT_SHARE, WINDOW_SHARE = 0.35, 0.7
 """Of the time, when multipliers and when windows are done; what is left goes to labels within the limits."""
 
-ANNEALED, WARM, COLD = 100, 1e-5, 1e-7
-"""Forests under noise, and its mean at the beginning and at the end, as shares of the bound."""
+WALLS = (30.0, 300.0, 3e3, np.inf)
+"""At most what a pair costs, in means of the bound over nodes, while labels are looked for: one after the other."""
+
+ANNEALED, HOT, WARM, COLD = 40, 5.0, 0.5, 0.005
+"""Forests under noise; and its mean, at most, at the beginning and at the end, in the same means."""
 
 VARIED, SETTLED = 15, 20
-"""Forests that make labels differ from the last ones, and that look for cheaper ones within the limits."""
+"""Forests that make labels differ from the last ones; and that find nothing cheaper until no more are tried."""
 
 POOL, MERGE_SECONDS = 6, 8.0
 """Labelings that are merged at a time, and for how long."""
@@ -90,27 +94,34 @@ def _look(
     """Labels of least cost with their prices first; then, over and over, some within the limits from these."""
     draw, tables, entries = np.random.default_rng(0), messages.tables, Entries.of(instance)
     scale, deadline = abs(best.bound) or 1.0, begin + seconds
+    mean = scale / len(instance.begin)
 
-    def varied(labels: Ints, forests: int, warm: float) -> Ints:
+    def varied(labels: Ints, forests: int, warm: float, tables: Tables = tables) -> Ints:
         for k in range(forests):
-            noise = scale * warm * (COLD / warm) ** (k / forests) * draw.exponential(size=len(tables.cost))
+            noise = mean * warm * (COLD / warm) ** (k / forests) * draw.exponential(size=len(tables.cost))
             labels = move(
                 instance, tables, grown(tables, len(labels), draw), labels, tables.cost + messages.price + noise
             )
         return labels
 
-    labels = varied(messages.labels, ANNEALED, WARM)
+    labels = messages.labels
+    for wall in WALLS:
+        # Low walls first: forbidden pairs may be crossed on the way to where there are none.
+        low = replace(tables, entry=np.minimum(tables.entry, mean * wall))
+        labels = varied(labels, ANNEALED, WARM, low)
     labels = cheaper(instance, entries, messages, labels, begin + WINDOW_SHARE * seconds)
-    pool, warm = [labels], COLD
+    pool, start = [labels], labels
     while time.monotonic() < deadline and not requested() and not best.within(gap):
-        near = varied(labels, VARIED, warm)
+        near = varied(start, VARIED, COLD * (HOT / COLD) ** draw.random())
         found = squeezed(instance, tables, near, multiplier, scale, draw)
         if found is None:
-            warm = min(4 * warm, WARM)
+            start = labels
             continue
         for price in (messages.price, np.zeros_like(messages.price)):
-            found = settled(instance, tables, found, price, SETTLED, draw)
+            found = settled(instance, tables, found, price, SETTLED, deadline, draw)
         best.offer(instance, found)
+        # From the best within the limits, or once more from what costs least with its prices.
+        start = labels if start is not labels or best.labels is None else best.labels
         pool += [near, found]
         if len(pool) > 2 * POOL:
             _merge(instance, entries, pool, multiplier, best, min(deadline, time.monotonic() + MERGE_SECONDS), gap)
