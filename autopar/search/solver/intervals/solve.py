@@ -31,14 +31,14 @@ ASCENT_SHARE, WINDOW_SHARE = 0.35, 0.7
 WALLS = (30.0, 300.0, 3e3, np.inf)
 """At most what a pair costs, in means of the bound over nodes, while labels are looked for: one after the other."""
 
-ANNEALED, HOT, WARM, COLD = 40, 5.0, 0.5, 0.005
-"""Forests under noise; and its mean, at most, at the beginning and at the end, in the same means."""
+VARIED, HOT, WARM, COLD = 30, 5.0, 0.5, 0.005
+"""Forests under noise; and its mean, at most, at first below a wall, and at the end, in the same means."""
 
-VARIED, SETTLED = 15, 20
-"""Forests that make labels differ from the last ones; and that find nothing cheaper until no more are tried."""
+SETTLED = 20
+"""Forests in a row that find nothing cheaper until no more are tried."""
 
-POOL, MERGE_SECONDS = 6, 8.0
-"""Labelings that are merged at a time, and for how long."""
+POOL, MERGE_SECONDS, MOST_POINTS = 6, 8.0, 20
+"""Labelings that are merged at a time, for how long, and points whose limits the ILP has from the beginning."""
 
 
 @dataclass(frozen=True)
@@ -96,34 +96,37 @@ def _look(
     scale, deadline = abs(best.bound) or 1.0, begin + seconds
     mean = scale / len(instance.begin)
 
-    def varied(labels: Ints, forests: int, warm: float, tables: Tables = tables) -> Ints:
-        for k in range(forests):
-            noise = mean * warm * (COLD / warm) ** (k / forests) * draw.exponential(size=len(tables.cost))
+    def varied(labels: Ints, warm: float, tables: Tables = tables) -> Ints:
+        for k in range(VARIED):
+            noise = mean * warm * (COLD / warm) ** (k / VARIED) * draw.exponential(size=len(tables.cost))
             labels = move(
                 instance, tables, grown(tables, len(labels), draw), labels, tables.cost + messages.price + noise
             )
         return labels
 
-    labels = messages.labels
-    for wall in WALLS:
-        # Low walls first: forbidden pairs may be crossed on the way to where there are none.
-        low = replace(tables, entry=np.minimum(tables.entry, mean * wall))
-        labels = varied(labels, ANNEALED, WARM, low)
+    def annealed(labels: Ints) -> Ints:
+        for wall in WALLS:
+            # Low walls first: forbidden pairs may be crossed on the way to where there are none.
+            low = replace(tables, entry=np.minimum(tables.entry, mean * wall))
+            labels = varied(labels, WARM, low)
+        return labels
+
+    labels = annealed(messages.labels)
     labels = cheaper(instance, entries, messages, labels, begin + WINDOW_SHARE * seconds)
-    pool, start = [labels], labels
+    pool, start, again = [labels], labels, False
     while time.monotonic() < deadline and not requested() and not best.within(gap):
-        near = varied(start, VARIED, COLD * (HOT / COLD) ** draw.random())
-        found = squeezed(instance, tables, near, multiplier, scale, draw)
+        start = varied(start, COLD * (HOT / COLD) ** draw.random())
+        found = squeezed(instance, tables, start, multiplier, scale, draw)
         if found is None:
-            start = labels
+            start = annealed(start)
             continue
         for price in (messages.price, np.zeros_like(messages.price)):
             found = settled(instance, tables, found, price, SETTLED, deadline, draw)
         best.offer(instance, found)
         # From the best within the limits, or once more from what costs least with its prices.
-        start = labels if start is not labels or best.labels is None else best.labels
-        pool += [near, found]
-        if len(pool) > 2 * POOL:
+        start, again = best.labels if again and best.labels is not None else labels, not again
+        pool.append(found)
+        if len(pool) > POOL:
             _merge(instance, entries, pool, multiplier, best, min(deadline, time.monotonic() + MERGE_SECONDS), gap)
             pool = [labels]
 
@@ -139,6 +142,7 @@ def _merge(
     if left is None:
         return
     merged = Best()
-    close(left.instance, merged, deadline, gap, tuple(np.flatnonzero(multiplier).tolist()))
+    points = [p for p in np.argsort(-multiplier)[:MOST_POINTS].tolist() if multiplier[p] > 0]
+    close(left.instance, merged, deadline, gap, tuple(points))
     if merged.labels is not None:
         best.offer(instance, left.spread(instance, merged.labels))
