@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,15 +13,21 @@ from autopar.search.solver.intervals.multipliers import seconds_a_byte
 from autopar.search.solver.intervals.tables import Tables
 from autopar.search.solver.problem import Floats, Ints
 
-MOST_ROUNDS, FIRST_RISE, RISE = 80, 1e-3, 1.15
-"""Forests until labels fit; what multipliers of exceeded points rise by, as a share of the value; how that grows."""
+MOST_ROUNDS, FIRST_RISE, RISE, WALL_RISE = 60, 1e-3, 1.15, 1.25
+"""Forests until labels fit; what multipliers of exceeded points rise by, as a share of the value; how both grow."""
 
 MOST_HALVINGS = 8
 NOTICED = 1e-6
 
 
 def squeezed(
-    instance: Instance, tables: Tables, labels: Ints, multiplier: Floats, value: float, draw: np.random.Generator
+    instance: Instance,
+    tables: Tables,
+    labels: Ints,
+    multiplier: Floats,
+    value: float,
+    wall: float,
+    draw: np.random.Generator,
 ) -> Ints | None:
     """Labels within the limits and without forbidden pairs, from some that exceed them; None if rounds do not suffice.
 
@@ -30,12 +37,16 @@ def squeezed(
         labels: to begin from.
         multiplier: of each point, in seconds a byte; those of points that are exceeded rise.
         value: about what labels cost.
+        wall: the most that a pair costs at first, inf for no such limit: where many nodes must change at once, they
+            cross forbidden pairs on the way.
         draw: what forests are drawn with.
     """
     multiplier, rise = multiplier.copy(), FIRST_RISE * abs(value) / max(float(np.abs(instance.limit).max()), 1.0)
     for _ in range(MOST_ROUNDS):
         price = instance.memory * seconds_a_byte(instance, multiplier)[tables.owner]
-        labels = move(instance, tables, grown(tables, len(labels), draw), labels, tables.cost + price)
+        low = replace(tables, entry=np.minimum(tables.entry, wall)) if np.isfinite(wall) else tables
+        wall *= WALL_RISE
+        labels = move(instance, low, grown(tables, len(labels), draw), labels, tables.cost + price)
         worst = instance.exceeded(labels)
         if not worst and np.isfinite(instance.value(labels)):
             return labels
