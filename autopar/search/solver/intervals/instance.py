@@ -93,12 +93,6 @@ class Instance:
         pairs = self.table[self.edge_first[:-1] + labels[self.u] * self.sizes[self.v] + labels[self.v]]
         return float(self.cost[self.first[:-1] + labels].sum() + pairs.sum())
 
-    def forbidden_pairs(self, labels: Ints) -> Ints:
-        """Edges whose pair of labels is forbidden."""
-        pairs = self.edge_first[:-1] + labels[self.u] * self.sizes[self.v] + labels[self.v]
-        found: Ints = np.flatnonzero(np.isinf(self.table[pairs]))
-        return found
-
     def alive(self, point: int) -> NDArray[np.bool_]:
         """Whether each node lives at a program point, [n]."""
         found: NDArray[np.bool_] = (self.begin <= point) & (point < self.end)
