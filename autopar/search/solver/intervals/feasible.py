@@ -13,8 +13,11 @@ from autopar.search.solver.intervals.multipliers import seconds_a_byte
 from autopar.search.solver.intervals.tables import Tables
 from autopar.search.solver.problem import Floats, Ints
 
-MOST_ROUNDS, FIRST_RISE, RISE, WALL_RISE = 60, 1e-3, 1.15, 1.25
-"""Forests until labels fit; what multipliers of exceeded points rise by, as a share of the value; how both grow."""
+MOST_ROUNDS, WALL_RISE = 100, 1.25
+"""Forests until labels fit, and what walls grow by from one to the next."""
+
+FIRST_RISE, RISE, LAST_RISE = 1e-2, 1.5, 10.0
+"""What multipliers of exceeded points rise by at first, how that grows, and where it ends, as shares of the value."""
 
 MOST_HALVINGS = 8
 NOTICED = 1e-6
@@ -41,18 +44,22 @@ def squeezed(
             cross forbidden pairs on the way.
         draw: what forests are drawn with.
     """
-    multiplier, rise = multiplier.copy(), FIRST_RISE * abs(value) / max(float(np.abs(instance.limit).max()), 1.0)
+    multiplier, rise, low = multiplier.copy(), FIRST_RISE, wall
+    unit = abs(value) / max(float(instance.limit.max()), 1.0)
     for _ in range(MOST_ROUNDS):
         price = instance.memory * seconds_a_byte(instance, multiplier)[tables.owner]
-        low = replace(tables, entry=np.minimum(tables.entry, wall)) if np.isfinite(wall) else tables
-        wall *= WALL_RISE
-        labels = move(instance, low, grown(tables, len(labels), draw), labels, tables.cost + price)
+        walled = replace(tables, entry=np.minimum(tables.entry, low)) if np.isfinite(low) else tables
+        labels = move(instance, walled, grown(tables, len(labels), draw), labels, tables.cost + price)
         worst = instance.exceeded(labels)
         if not worst and np.isfinite(instance.value(labels)):
             return labels
+        low *= WALL_RISE
         if worst:
-            multiplier[worst] += rise
-            rise *= RISE
+            if rise > LAST_RISE:
+                break
+            # Behind high walls, labels that fit may be out of reach: once more from low ones, with higher multipliers.
+            multiplier[worst] += rise * unit
+            rise, low = rise * RISE, wall
     return None
 
 

@@ -28,8 +28,11 @@ FIRST_SHARE, EXACT_SHARE = 0.02, 0.5
 ASCENT_SHARE, WINDOW_SHARE = 0.35, 0.7
 """Of the time, when multipliers and when windows are done; what is left goes to labels within the limits."""
 
-WALLS = (1.0, 30.0, 300.0, 3e3, np.inf)
-"""At most what a pair costs at first, in means of the bound over nodes."""
+WALLS = (30.0, 300.0, 3e3, np.inf)
+"""At most what a pair costs while labels are looked for, in means of the bound over nodes, one after the other."""
+
+FIRST_WALLS = (np.inf, 30.0, 1.0)
+"""The same where limits are enforced, the next where one does not do."""
 
 VARIED, HOT, WARM, COLD = 30, 5.0, 0.5, 0.005
 """Forests under noise; and its mean, at most, at first below a wall, and at the end, in the same means."""
@@ -105,7 +108,7 @@ def _look(
         return labels
 
     def annealed(labels: Ints) -> Ints:
-        for wall in WALLS[1:]:
+        for wall in WALLS:
             # Low walls first: forbidden pairs may be crossed on the way to where there are none.
             low = replace(tables, entry=np.minimum(tables.entry, mean * wall))
             labels = varied(labels, WARM, low)
@@ -113,13 +116,13 @@ def _look(
 
     labels = annealed(messages.labels)
     labels = cheaper(instance, entries, messages, labels, begin + WINDOW_SHARE * seconds)
-    pool, start, again, level = [labels], labels, False, len(WALLS) - 1
+    pool, start, again, level = [labels], labels, False, 0
     while time.monotonic() < deadline and not requested() and not best.within(gap):
         start = varied(start, COLD * (HOT / COLD) ** draw.random())
-        found = squeezed(instance, tables, start, multiplier, scale, mean * WALLS[level], draw)
+        found = squeezed(instance, tables, start, multiplier, scale, mean * FIRST_WALLS[level], draw)
         if found is None:
-            level = (level or len(WALLS)) - 1
-            start = annealed(labels) if level == len(WALLS) - 1 else labels
+            level = (level + 1) % len(FIRST_WALLS)
+            start = labels if level else annealed(labels)
             continue
         for price in (messages.price, np.zeros_like(messages.price)):
             found = settled(instance, tables, found, price, SETTLED, deadline, draw)
