@@ -7,6 +7,8 @@ memory it needs.
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
+
 import numpy as np
 
 from autopar.search.solver.presolve import presolve
@@ -27,16 +29,20 @@ def fold(graph: Workspace, max_degree: int, max_entries: int, max_work: int) -> 
         False if the problem turned out infeasible.
     """
     work: dict[int, float] = {}
+    # Least work first, as in minimum-weight elimination orders; ties go to the lower number, for determinism.
+    waiting: list[tuple[float, int]] = []
     stale = dict.fromkeys(graph.live_nodes())
     while True:
         for node in stale:
             if graph.active[node]:
                 work[node] = _work(graph, node, max_degree, max_entries, max_work)
-        # Least work first, as in minimum-weight elimination orders; ties go to the lower number, for determinism.
-        best = min(((c, n) for n, c in work.items()), default=(np.inf, -1))
-        if not np.isfinite(best[0]):
+                heappush(waiting, (work[node], node))
+        # What was pushed before a node's work changed is out of date.
+        while waiting and (waiting[0][1] not in work or work[waiting[0][1]] != waiting[0][0]):
+            heappop(waiting)
+        if not waiting or not np.isfinite(waiting[0][0]):
             return True
-        node = best[1]
+        _, node = heappop(waiting)
         around = graph.neighbors(node)
         if not eliminate(graph, node):
             return False
