@@ -16,7 +16,7 @@ from autopar.search.solver.minimize import Limits, minimize
 from autopar.search.solver.problem import Ints
 from autopar.search.solver.workspace import build
 
-FIRST_ENTRIES, LARGER = 100_000, 3
+FIRST_ENTRIES, LARGER = 70_000, 10
 """Costs of pairs in the first window, and how many times as many in the next one."""
 
 GAP = 1e-5
