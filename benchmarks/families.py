@@ -1,0 +1,133 @@
+"""Do families of transformers that nobody here has looked at compute what eager mode does, under a random plan?
+
+Each is made tiny from its own configuration, in a process of its own, and verified in float64 with a batch of four
+sequences on a mesh of (2, 2): loss and every gradient, of the graph as captured beside the eager model and of the plan
+beside the graph. Families whose configuration cannot be made tiny by the sizes below, or whose own forward pass fails
+with these, are counted as such. A router's choice is one of float64 only if the family's code runs in it: grouped
+products of torch do not, and such a family is compared in float32 first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64, "n_embd": 32,
+    "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 64, "d_model": 32, "n_layers": 2, "n_heads": 4,
+    "ffn_dim": 64, "num_layers": 2, "hidden_dim": 64, "word_embed_proj_dim": 32, "dim": 32, "max_seq_len": 64,
+    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "moe_intermediate_size": 32, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1, "state_size": 8, "d_state": 8, "n_groups": 1,
+    "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "time_step_rank": 4, "sliding_window": 4,
+    "shared_expert_intermediate_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "lru_width": 32,
+    "intermediate_size_mlp": 64, "attention_window_size": 8, "rotary_dim": 4, "num_heads": 4, "laurel_rank": 8,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
+}  # fmt: skip
+
+LATENT = {"num_key_value_heads": 4, "head_dim": None}
+"""Further sizes where keys are latent, as in DeepSeek-V3: tried where the others do not fit together."""
+
+MOST = 3_000_000
+"""Parameters beyond which a family is not tiny."""
+
+BOUND, SINGLE = 1e-9, 1e-5
+"""Largest relative differences: in float64, and of a float32 model from the graph in float64."""
+
+
+def tiny(name: str, more: dict[str, Any]) -> Any:
+    """A family's model of two layers, in float64 where its code runs in it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base = AutoConfig.for_model(name)
+    known = {*base.to_dict(), *base.attribute_map}
+    sizes = {key: n for key, n in {**SIZES, **more}.items() if key in known and n is not None}
+    kinds = list(dict.fromkeys(getattr(base, "layer_types", None) or ()))
+    if kinds:
+        sizes["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
+        sizes["num_hidden_layers"] = len(sizes["layer_types"])
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        config = AutoConfig.for_model(name, **sizes)
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if count > MOST:
+        raise ValueError(f"{count:,} parameters")
+    model = AutoModelForCausalLM.from_config(config).double()
+    ids = torch.ones(4, 16, dtype=torch.long)
+    try:
+        model(input_ids=ids)
+    except RuntimeError as error:
+        if "Double" not in str(error):
+            raise
+        model.float()(input_ids=ids)
+    return model.train()
+
+
+def outcome(name: str) -> dict[str, Any]:
+    """What became of a family, in this process."""
+    import torch
+    import transformers
+
+    import autopar
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    begun = time.monotonic()
+    try:
+        try:
+            model = tiny(name, {})
+        except RuntimeError:
+            model = tiny(name, LATENT)
+    except Exception as error:  # whatever its code raises
+        return {"family": name, "kind": "not tiny", "text": f"{type(error).__name__}: {error}"[:300]}
+    ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(0))
+    try:
+        report = autopar.verify(model, {"input_ids": ids, "labels": ids}, {"a": 2, "b": 2}, plan="random", seed=1)
+    except autopar.AutoparError as error:
+        return {"family": name, "kind": "refused", "text": f"{type(error).__name__}: {error}"[:300]}
+    except Exception as error:
+        return {"family": name, "kind": "crash", "text": f"{type(error).__name__}: {error}"[:300]}
+    single = next(model.parameters()).dtype == torch.float32
+    same = report.max_error < BOUND and not report.capture_error > (SINGLE if single else BOUND)
+    return {
+        "family": name, "kind": "equal" if same else "wrong", "error": report.max_error,
+        "capture": report.capture_error, "seconds": time.monotonic() - begun,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run the families, one process each, and count."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", nargs="*", help="names as transformers has them; default: all causal language models")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for each of them")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.here:
+        print(json.dumps(outcome(given.family[0])))
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    counts: Counter[str] = Counter()
+    for name in given.family or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        command = [sys.executable, __file__, "--here", name]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=given.seconds, check=False)
+            lines = done.stdout.splitlines()
+            found = json.loads(lines[-1]) if lines else {"family": name, "kind": "killed", "text": done.stderr[-300:]}
+        except subprocess.TimeoutExpired:
+            found = {"family": name, "kind": "slow"}
+        counts[found["kind"]] += 1
+        print(json.dumps(found) if given.json else f"{name:28} {found['kind']:10} {found.get('text', '')}", flush=True)
+    print(", ".join(f"{count} {kind}" for kind, count in counts.most_common()), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
