@@ -30,6 +30,7 @@ def squeezed(
     multiplier: Floats,
     value: float,
     wall: float,
+    deadline: float,
     draw: np.random.Generator,
 ) -> Ints | None:
     """Labels within the limits and without forbidden pairs, from some that exceed them; None if rounds do not suffice.
@@ -42,11 +43,14 @@ def squeezed(
         value: about what labels cost.
         wall: the most that a pair costs at first, inf for no such limit: where many nodes must change at once, they
             cross forbidden pairs on the way.
+        deadline: of the monotonic clock.
         draw: what forests are drawn with.
     """
     multiplier, rise, low = multiplier.copy(), FIRST_RISE, wall
     unit = abs(value) / max(float(instance.limit.max()), 1.0)
     for _ in range(MOST_ROUNDS):
+        if time.monotonic() > deadline:
+            break
         price = instance.memory * seconds_a_byte(instance, multiplier)[tables.owner]
         walled = replace(tables, entry=np.minimum(tables.entry, low)) if np.isfinite(low) else tables
         labels = move(instance, walled, grown(tables, len(labels), draw), labels, tables.cost + price)

@@ -25,8 +25,9 @@ MOST_ENTRIES = 500_000
 FIRST_SHARE, EXACT_SHARE = 0.02, 0.5
 """Of the time of a small instance: multipliers, for a first bound, and the ILP."""
 
-ASCENT_SHARE, WINDOW_SHARE = 0.35, 0.7
-"""Of the time, when multipliers and when windows are done; what is left goes to labels within the limits."""
+ASCENT_SHARE, FITTED_SHARE, WINDOW_SHARE = 0.3, 0.6, 0.75
+"""Of the time, when multipliers are done, when first labels within the limits are there, and when windows are done;
+what is left goes to cheaper labels within the limits."""
 
 WALLS = (30.0, 300.0, 3e3, np.inf)
 """At most what a pair costs while labels are looked for, in means of the bound over nodes, one after the other."""
@@ -101,6 +102,8 @@ def _look(
 
     def varied(labels: Ints, warm: float, tables: Tables = tables) -> Ints:
         for k in range(VARIED):
+            if time.monotonic() > deadline:
+                break
             noise = mean * warm * (COLD / warm) ** (k / VARIED) * draw.exponential(size=len(tables.cost))
             labels = move(
                 instance, tables, grown(tables, len(labels), draw), labels, tables.cost + messages.price + noise
@@ -114,19 +117,28 @@ def _look(
             labels = varied(labels, WARM, low)
         return labels
 
+    def fitted(start: Ints, level: int, until: float) -> Ints | None:
+        """Labels within the limits, from others; none where time is up before there are some."""
+        found = squeezed(instance, tables, start, multiplier, scale, mean * FIRST_WALLS[level], until, draw)
+        if found is not None:
+            for price in (messages.price, np.zeros_like(messages.price)):
+                found = settled(instance, tables, found, price, SETTLED, until, draw)
+            best.offer(instance, found)
+        return found
+
     labels = annealed(messages.labels)
-    labels = cheaper(instance, entries, messages, labels, begin + WINDOW_SHARE * seconds)
+    # Some that fit come first: of a large instance windows may take all the time that is left.
+    fitted(labels, 0, begin + FITTED_SHARE * seconds)
+    if best.labels is not None:
+        labels = cheaper(instance, entries, messages, labels, begin + WINDOW_SHARE * seconds)
     pool, start, again, level = [labels], labels, False, 0
     while time.monotonic() < deadline and not requested() and not best.within(gap):
         start = varied(start, COLD * (HOT / COLD) ** draw.random())
-        found = squeezed(instance, tables, start, multiplier, scale, mean * FIRST_WALLS[level], draw)
+        found = fitted(start, level, deadline)
         if found is None:
             level = (level + 1) % len(FIRST_WALLS)
             start = labels if level else annealed(labels)
             continue
-        for price in (messages.price, np.zeros_like(messages.price)):
-            found = settled(instance, tables, found, price, SETTLED, deadline, draw)
-        best.offer(instance, found)
         # From the best within the limits, or once more from what costs least with its prices.
         start, again = best.labels if again and best.labels is not None else labels, not again
         pool.append(found)
