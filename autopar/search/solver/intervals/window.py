@@ -37,7 +37,9 @@ def cheaper(instance: Instance, entries: Entries, messages: Messages, labels: In
     """
     priced = replace(instance, cost=instance.cost + messages.price, memory=np.zeros_like(instance.memory))
     reduced, most = messages.reduced(), FIRST_ENTRIES
-    while time.monotonic() < deadline:
+    begun, took = time.monotonic(), 0.0
+    # A larger one takes longer than the one before, and has to end.
+    while begun + took < deadline:
         allowed = _near(instance, messages, reduced, most)
         allowed[instance.first[:-1] + labels] = True
         left = restrict(priced, entries, allowed)
@@ -51,6 +53,7 @@ def cheaper(instance: Instance, entries: Entries, messages: Messages, labels: In
         if most >= len(instance.table):
             break  # all labels were possible
         most *= LARGER
+        begun, took = time.monotonic(), time.monotonic() - begun
     return labels
 
 
