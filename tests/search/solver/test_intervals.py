@@ -135,7 +135,9 @@ def test_moves_over_forests_are_exact(instance: Instance, seed: int) -> None:
 @given(instances, st.integers(0, 100), st.sampled_from([0.5, np.inf]))
 def test_squeezed_and_settled_labels_fit(instance: Instance, seed: int, wall: float) -> None:
     draw, tables = np.random.default_rng(seed), Tables.of(instance)
-    found = squeezed(instance, tables, draw.integers(0, instance.sizes), np.zeros(instance.points), 10.0, wall, np.inf, draw)
+    found = squeezed(
+        instance, tables, draw.integers(0, instance.sizes), np.zeros(instance.points), 10.0, wall, np.inf, draw
+    )
     if found is None:
         return
     assert instance.fits(found) and np.isfinite(instance.value(found))
