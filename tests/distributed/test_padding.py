@@ -207,3 +207,38 @@ def round_trip(rank: int, folder: str) -> float:
 @pytest.mark.deep
 def test_round_trip(ranks: Ranks, tmp_path: Path) -> None:
     assert max(ranks.run(round_trip, str(tmp_path / "saved"))) < 1e-12
+
+
+def train_heads(rank: int, grouped: bool) -> tuple[dict[str, Any], float]:
+    """Padding of the plan, and how far three steps are from eager ones: losses, and parameters after them."""
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+    from tests.passes.test_pad_dims import OwnWeights
+
+    plain, model = (OwnWeights(grouped).double() for _ in range(2))
+    given = [torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(i)).double() for i in range(STEPS)]
+    found = parallelize(
+        model, mesh_of(4), (given[0],), search=Search(roles={"a": "tensor"}), cluster=slow_devices(), memory="1GiB",
+        timeout=WAIT,
+    )  # fmt: skip
+    apart = 0.0
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, found)]
+    for x in given:
+        losses = [m(x) for m in (plain, found)]
+        apart = max(apart, abs(float(losses[0]) - float(losses[1])))
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = found.full_state_dict()
+    apart = max(apart, *(float((p - state[n]).abs().max()) for n, p in plain.state_dict().items()))
+    return dict(found.plan.padding), apart
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("grouped", [False, True])
+def test_heads(ranks: Ranks, grouped: bool) -> None:
+    """Three heads on four ranks, under the role tensor."""
+    for padding, apart in ranks.run(train_heads, grouped):
+        assert padding["out.weight"] == (8, 32 if grouped else 16)
+        assert apart < TOLERANCE
