@@ -39,6 +39,7 @@ from autopar.search import cache
 from autopar.search.flat import best_flat
 from autopar.search.formulation.local_axes import FP8, Axes, require_rows, worker_count
 from autopar.search.formulation.pins import Restrictions, check_names
+from autopar.search.microbatch.shares import best_shares, require_apart
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
 from autopar.search.peak import peak_of as peak_of
@@ -169,8 +170,11 @@ def solve(
         if file is not None and (known := cache.load(file, program, job, dims)) is not None:
             job.progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
-        plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
-        if machine.groups and plan.pipeline is None:
+        if search.shares is not None and program.training:
+            plan = best_shares(program, job)
+        else:
+            plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
+        if machine.groups and plan.pipeline is None and plan.shares is None:
             plan = as_the_slowest(plan)
         plan = plan.of_messages().in_float8(program.float8)
         if program.training and search.recipe != "random" and not job.restrictions.layouts:
@@ -261,7 +265,9 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
         require_early_backward(program)
     # Microbatches first: passes see the shapes that run. The inner plan is that of the devices of one stage.
     part = microbatch_program(program, plan.microbatches, deterministic=replicate_random in passes)
-    return run_passes(part, plan.inner, passes)
+    local = run_passes(part, plan.inner, passes)
+    require_apart(local, plan)
+    return local
 
 
 def policy_of(

@@ -124,6 +124,11 @@ def parallelize(
         search.require_axes(dict(axes_of(mesh)))
     _check_optimizers(model)
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    if inputs == "local" and ((search or Search()).shares or (given is not None and given.shares is not None)):
+        raise ValueError(
+            "inputs=\"local\": each rank passes as many rows, and devices with shares of the batch (pin 'shares') take "
+            'other numbers of them: pass the whole batch on each rank, inputs="global"'
+        )
     policy = policy_of(model, precision, search, given)
     context, search = _context(model, mesh, given, search or Search(), timeout)
     if context.device.type == "cpu":

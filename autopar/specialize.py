@@ -42,7 +42,7 @@ from autopar.search.formulation.as_before import strategies_of
 from autopar.search.formulation.local_axes import require_rows
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program
-from autopar.search.options import OFFLOAD, OVERLAP, RECOMPUTE, STAGE_AXIS, Search
+from autopar.search.options import OFFLOAD, OVERLAP, RECOMPUTE, SHARES, STAGE_AXIS, Search
 from autopar.search.pipeline.space import samples, with_count
 from autopar.sharding.dims import analyze
 
@@ -404,7 +404,9 @@ def _search(
     except InfeasibleError:
         if first or not (search.recipe or search.roles):
             raise
-        search = replace(search, recipe=None, roles={})  # nor must a recipe, whose batch has to divide
+        # Nor must a recipe, whose batch has to divide, or shares, which have roles.
+        pins = {name: value for name, value in search.pins.items() if name != SHARES}
+        search = replace(search, recipe=None, roles={}, pins=pins)
         plan = planned(layouts)
     if not local or not first:
         return plan

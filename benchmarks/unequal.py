@@ -3,6 +3,8 @@
 A GPT of 6.7B on mixes of A100, H100, H800, H20 and L4, in nodes of 8: the best plan as if all devices were the slowest,
 the plan that is searched for the devices that there are, and that one's number of stages cut evenly, as if all devices
 were the slowest, where each stage takes as long as its own devices do, in the best order of the kinds.
+With ``--shares``: no stages, data parallelism between nodes and sharded parameters within each, in equal shares of the
+batch and in searched ones.
 """
 
 from __future__ import annotations
@@ -106,11 +108,15 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
     parser.add_argument("--schedule", default="1f1b", help="the schedule of pipelines; 'search' for any")
     parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--shares", action="store_true", help="shares of the batch between nodes in place of stages")
     parser.add_argument("--json", action="store_true", help="a JSON object for each case")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}
     warnings.simplefilter("ignore")
     for case in options.case or CASES:
+        if options.shares:
+            print(json.dumps(shares(case)), flush=True)
+            continue
         found = measure(case, options.schedule, options.microbatches)
         if options.json:
             print(json.dumps(found), flush=True)
@@ -155,6 +161,36 @@ def measure(case: str, schedule: str, microbatches: int) -> dict[str, Any]:
         "layers": [f"{len([m for m in s.modules if m[-1].isdigit()])} on {s.group}" for s in plan.stages],
         "peak_GiB": sum(plan.predicted.peak_bytes.values()) / 2**30,
         "planned_s": [round(between - start, 1), round(time.process_time() - between, 1)],
+    }
+
+
+def shares(case: str) -> dict[str, Any]:
+    """A case's step in equal shares of the batch, and in those that are searched, in as many microbatches."""
+    import torch
+    from gpt import GPT, batch_of
+
+    from autopar.compiler import default_memory, program_to_plan, solve
+    from autopar.costs.cluster import Cluster
+    from autopar.search.options import Search
+
+    torch.set_num_threads(1)
+    text, nodes = CASES[case]
+    cluster, axes = Cluster.from_toml(f'name = "{case}"\n{text}{ETHERNET}'), {"node": nodes, "gpu": 8}
+    model, batch = GPT(HIDDEN, HEADS, LAYERS, TOKENS, 51200, dtype=torch.bfloat16), batch_of(BATCH, TOKENS)
+    search = Search(roles={"node": "data", "gpu": "shard"}, pins={"recompute": "search", "shares": {"node": "search"}})
+    program = program_to_plan(model, batch, search=search)
+    memory, start = default_memory(cluster, axes), time.process_time()
+    plan = solve(program, axes, cluster, memory=memory, search=search)
+    pins = {"recompute": "search", "microbatches": plan.microbatches}
+    alike = solve(program, axes, cluster, memory=memory, search=replace(search, pins=pins))
+    assert plan.shares is not None
+    return {
+        "case": case,
+        "even_s": alike.predicted.step_seconds,
+        "step_s": plan.predicted.step_seconds,
+        "bound_s": plan.certificate.lower_bound,
+        "shares": plan.shares.counts,
+        "planned_s": round(time.process_time() - start, 1),
     }
 
 

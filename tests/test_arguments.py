@@ -101,6 +101,8 @@ OF_PINS: dict[str, list[Any]] = {
     "recompute": ["all", 1, None, []], "offload": ["all", 1, True], "overlap": ["all", 1, None],
     "microbatches": [0, -1, 1.5, True, "2", NAN, [], None], "stages": [0, -1, 1.5, True, "2", [], [1], [""], None],
     "secondary": [0, True, None, "", [], {}, [1], [""]],
+    "shares": [1, "search", None, {}, {"a": []}, {"a": [1]}, {"a": [2, 1]}, {"a": [0, 2]}, {"a": "x"}, {"a": [1.5, 0.5]},
+               {"a": 1}, {"a": [1, 1], "b": [1, 1]}, {1: [1, 1]}],
     "w": [5, "Z(0)", "S", "S(x)", "P(sum)", {"a": 5}, ("S(0)", "Q"), NAN],
 }  # fmt: skip
 OF_STAGES: dict[str, list[Any]] = {

@@ -215,6 +215,26 @@ def parse_quantized(text: str) -> dict[str, dict[str, int]]:
     return found
 
 
+def parse_shares(text: str) -> dict[str, Any]:
+    """The pin of shares of the batch from ``node=3,1`` or ``node=search``.
+
+    Raises:
+        ValueError: it is neither.
+
+    >>> parse_shares("node=3, 1")
+    {'shares': {'node': [3, 1]}}
+    >>> parse_shares("")
+    {}
+    """
+    if not text.strip():
+        return {}
+    match = re.fullmatch(r"\s*([^=]*[^=\s])\s*=\s*(search|[0-9]{1,6}(?:\s*,\s*[0-9]{1,6})+)\s*", text)
+    if match is None:
+        raise ValueError(f"--shares {text!r} is not AXIS=search or AXIS=N,N,...; write for example node=3,1")
+    axis, numbers = match.groups()
+    return {"shares": {axis: numbers if numbers == "search" else [int(n) for n in numbers.split(",")]}}
+
+
 def check_target(option: str, path: Path | None) -> None:
     """Raise before a long search, not after it, if a file cannot be written there."""
     if path is not None and not path.resolve().parent.is_dir():

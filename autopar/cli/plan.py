@@ -42,6 +42,7 @@ from autopar.cli.options import (
     parse_pins,
     parse_quantized,
     parse_roles,
+    parse_shares,
     pipeline_pins,
 )
 from autopar.cli.task import ModelAndBatch, load_task
@@ -53,6 +54,12 @@ if TYPE_CHECKING:
 
 Microbatches = Annotated[
     int | None, typer.Option(help="Parts that the batch is split into; default: as many as memory needs.", min=1)
+]
+SharesOption = Annotated[
+    str,
+    typer.Option(
+        "--shares", metavar="AXIS=search|N,N,...", help="Microbatches by speed, along an axis of role data: node=3,1."
+    ),
 ]
 Microbatch = Annotated[
     int | None, typer.Option(help="Samples per microbatch, with axes pp, dp, tp of recipe megatron.", min=1)
@@ -131,6 +138,7 @@ def plan_command(
     quantized: Quantize = "",
     pin: Pins = None,
     microbatches: Microbatches = None,
+    shares: SharesOption = "",
     microbatch: Microbatch = None,
     stages: Stages = None,
     schedule: Schedule = None,
@@ -171,6 +179,7 @@ def plan_command(
         # Options are pins with names of their own; --pin may pin layouts besides.
         pins = pipeline_pins(stages, schedule, virtual, stage_axis)
         pins |= {} if microbatches is None else {"microbatches": microbatches}
+        pins |= parse_shares(shares)
         given_roles, allowed = parse_roles(roles), tuple(word.strip() for word in inexact.split(",") if word.strip())
         # Pins are of the axes within a worker.
         pins |= parse_pins(pin, {axis: n for axis, n in target.axes.items() if given_roles.get(axis) not in allowed})

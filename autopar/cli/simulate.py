@@ -69,6 +69,7 @@ def _simulated_plan(task: ModelAndBatch, file: Path, precision: str | None) -> t
     from autopar.explain.tables.simulation import step_table
     from autopar.ir.plan import Plan
     from autopar.ir.precision import Precision
+    from autopar.search.microbatch.shares import last_device
     from autopar.search.pipeline.stage_times import plan_tasks
     from autopar.simulate import simulate
     from autopar.simulate.graph_tasks import emitted, step_facts
@@ -83,7 +84,7 @@ def _simulated_plan(task: ModelAndBatch, file: Path, precision: str | None) -> t
             timeline = simulate(plan_tasks(local, plan))
             devices = dict(plan.axes)[plan.pipeline.axis]
             return _with_table(timeline, plan.pipeline.order, devices, plan.microbatches, len(plan.stages) // devices)
-        timeline = simulate(emitted(local, plan))
+        timeline = simulate(emitted(*last_device(local, plan)))
     facts = step_facts(timeline, plan)
     return timeline, facts, step_table(facts)
 

@@ -33,6 +33,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_seconds, format_share
 from autopar.ir.precision import Precision
 from autopar.ir.signature.outputs import Loss
+from autopar.search.microbatch.shares import last_device
 from autopar.search.options import Search
 from autopar.simulate import COMPUTE, Timeline, simulate
 from autopar.simulate.graph_tasks import emitted
@@ -72,7 +73,7 @@ def report_page(
     program = program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=plan.fused)
     local = rewrite(program, plan)
     # The whole graph, all layers: the prediction of a deep model may come from three of them.
-    step = simulate(emitted(local, plan)) if plan.pipeline is None else simulate_pipeline(local, plan)
+    step = simulate(emitted(*last_device(local, plan))) if plan.pipeline is None else simulate_pipeline(local, plan)
     cases = what_if(
         model, batch, plan, budget=budget, loss_fn=loss_fn, loss=loss, precision=precision, search=search, tick=tick
     )

@@ -17,6 +17,7 @@ import msgspec
 
 from autopar.costs.arguments import PATH, require
 from autopar.costs.cluster import Cluster
+from autopar.costs.mixed.shares import Shares
 from autopar.costs.read_file import MIB, read_text
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout, parse_placement
@@ -216,6 +217,8 @@ class Plan:
         microbatches: how many microbatches a step runs, see `autopar.search.microbatch.rewrite`. Layouts of batch and
             results are those of one microbatch; values computed from the whole batch before are numbered after the
             batch tensors.
+        shares: along which axis devices run other numbers of microbatches, as they are of other speeds; None: all run
+            the same.
         stages: in the order of the forward pass.
         pipeline: how the stages run; None where there is only one. In a pipeline each parameter is on the devices of
             one stage, see `autopar.ir.layout.At`, and everything else has the same layout in all stages.
@@ -254,6 +257,7 @@ class Plan:
     recompute: Ranges = field(default_factory=dict)
     offload: Ranges = field(default_factory=dict)
     microbatches: int = 1
+    shares: Shares | None = None
     pipeline: Pipeline | None = None
     scatter: Scatter | None = None
     forced_consumer_layouts: tuple[str, ...] = ()
@@ -331,6 +335,7 @@ class Plan:
             data[name] = {k: [str(p) for p in v] for k, v in getattr(self, name).items()}
         data["choices"] = {k: list(v) for k, v in self.choices.items()}
         data["microbatches"] = self.microbatches
+        data["shares"] = None if self.shares is None else asdict(self.shares)
         certificate = {**asdict(self.certificate), "gap": self.certificate.gap}
         data["certificate"] = {name: value for name, value in certificate.items() if name != "claimed"}
         data["predicted"] = asdict(self.predicted)
@@ -521,6 +526,7 @@ class _File:
     modules: tuple[ModuleRow, ...]
     stages: tuple[tuple[str, ...], ...]
     microbatches: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1
+    shares: Shares | None = None
     overlap: bool = False
     fused: bool = False
     pipeline: Pipeline | None = None
@@ -563,6 +569,16 @@ def _parse(data: dict[str, Any]) -> Plan:
     strange = [q.axis for q in file.quantized if q.axis not in file.axes or not q.what]
     if strange:
         raise ValueError(f"quantized names axis {strange[0]!r}: expected bits along one of {', '.join(file.axes)}")
+    shares = file.shares
+    if shares is not None and (
+        len(shares.counts) != file.axes.get(shares.axis, 0)
+        or shares.microbatches != file.microbatches
+        or file.pipeline is not None
+    ):
+        raise ValueError(
+            f"shares are {shares} of axis {shares.axis!r}: expected a number for each of its devices, of "
+            f"{file.microbatches} microbatches in the mean, and no stages"
+        )
     if set(file.secondary) - set(file.axes):
         raise ValueError(f"secondary names {file.secondary}: expected axes among {', '.join(file.axes)}")
     kept |= {

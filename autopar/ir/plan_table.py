@@ -219,6 +219,9 @@ def _totals(plan: Plan) -> RenderableType:
         rows.append(("shadow price of memory", price_text(plan)))
     if plan.microbatches > 1:
         rows.append(("microbatches", f"{plan.microbatches} parts of the batch in sequence; gradients accumulate"))
+    if plan.shares is not None:
+        said = f"{plan.shares} of these along axis {plan.shares.axis}; figures are of the devices that are done last"
+        rows.append(("shares", said))
     if plan.offload:
         states = sum(name.startswith("parameter ") for name in plan.offload)
         kinds = f"{len(plan.offload) - states} kinds of saved values"

@@ -30,7 +30,7 @@ from autopar.module.specialization_cache import SpecializationCache
 from autopar.module.worker_batch import compare_among_workers, own_part, split_among
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING, Details, described
 from autopar.runtime.agreement.same_program import require_same_contents
-from autopar.runtime.dtensor import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
+from autopar.runtime.dtensor import Placements, from_local, full_tensor, plain_type, to_local, to_placements
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.observer import VERIFY
 from autopar.runtime.state.materialize import Init, materialize, uninitialized
@@ -134,7 +134,8 @@ class Session:
         with self.context.during(f"the batch of {name}"):
             _require_contiguous(found, tensors)
             batch = [
-                part_of(t, *step.types.batch[str(i)], self.context) if self._is_whole(t) else to_local(t).contiguous()
+                step.part_of_batch(str(i), t) if self._is_whole(t)
+                else to_local(t).contiguous().to(self.context.device)
                 for i, t in enumerate(tensors) if str(i) in step.types.batch
             ]  # fmt: skip
             if isinstance(step, MicrobatchStep):
@@ -142,7 +143,7 @@ class Session:
                     [self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers
                 )
         passed = input_forms(tensors, request.differentiable, self.options.inputs)
-        call = Call(step, buffers, [t.to(self.context.device) for t in batch], self.deferred, name, passed)
+        call = Call(step, buffers, batch, self.deferred, name, passed)
         with self._random_numbers(found):
             results = run(call, [named[n] for n in step.parameters], [tensors[int(i)] for i in passed])
         for meter in self.meters if step.trains else ():

@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.costs.arguments import FLAG, TEXT, Kind, a, number, optional, require, whole
 from autopar.costs.cluster import Cluster
+from autopar.costs.mixed.shares import Shares
 from autopar.ir.quantized.axes import QuantizedAxis, read_quantized
 from autopar.pipeline.custom_schedule import as_text, is_table
 from autopar.pipeline.schedules import SCHEDULES
@@ -23,8 +24,9 @@ from autopar.search.pipeline.shape import ScheduledStages
 Progress = Callable[[str, float, float], None]
 """``(phase, incumbent, bound)``, in seconds."""
 
-RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS, STAGE_ORDER = (
-    "recompute", "offload", "overlap", "microbatches", "stages", "schedule", "virtual", "stage_axis", "stage_order"
+RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, SHARES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS, STAGE_ORDER = (
+    "recompute", "offload", "overlap", "microbatches", "shares", "stages", "schedule", "virtual", "stage_axis",
+    "stage_order",
 )  # fmt: skip
 """Pins that name no tensor."""
 
@@ -34,7 +36,19 @@ REGATHER, FORMER_REGATHER = "regather", ("gathers",)
 SECONDARY = "secondary"
 """The pin of axes along which copies of parameters for the backward pass stay split."""
 
-NO_TENSORS = (SECONDARY, RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS, STAGE_ORDER)
+NO_TENSORS = (
+    SECONDARY,
+    RECOMPUTE,
+    OFFLOAD,
+    OVERLAP,
+    MICROBATCHES,
+    SHARES,
+    STAGES,
+    SCHEDULE,
+    VIRTUAL,
+    STAGE_AXIS,
+    STAGE_ORDER,
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,11 @@ class Search:
 
             ``microbatches``: how many microbatches a step accumulates gradients over; without it, as many as short
             memory asks for.
+
+            ``shares``: shares of the batch by speed, along an axis of role ``data``: for
+            ``{"node": [3, 1]}`` the devices of one node run three microbatches and those of the other one;
+            ``{"node": "search"}`` decides by what a microbatch takes on each kind of devices. With it each rank is
+            given the whole batch, and the model returns its loss alone.
 
             ``stages``: pipeline stages: the number of devices along the axis ``stage_axis`` (by default the outermost
             axis of that size), a list of the modules at which later stages begin, or ``"search"`` for whichever
@@ -149,6 +168,7 @@ class Search:
         if count != "search" and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"pin {MICROBATCHES!r} must be a positive whole number or 'search', got {count!r}")
 
+        _ = self.shares  # refuses what is none
         if SECONDARY in self.pins:
             if not self.secondary or not all(isinstance(axis, str) and axis for axis in self.secondary):
                 raise ValueError(f"pin {SECONDARY!r} must be an axis or a list of axes, got {self.pins[SECONDARY]!r}")
@@ -197,6 +217,15 @@ class Search:
         for axis in self.secondary:
             if axis not in axes:
                 raise ValueError(f"pin {SECONDARY!r} names axis {axis!r}; the mesh has {', '.join(axes)}")
+        if self.shares is not None:
+            axis, counts = self.shares
+            if axis not in axes:
+                raise ValueError(f"pin {SHARES!r} names axis {axis!r}; the mesh has {', '.join(axes)}")
+            if axes[axis] < 2 or len(counts or range(axes[axis])) != axes[axis]:
+                raise ValueError(
+                    f"pin {SHARES!r} has {len(counts or ())} numbers for axis {axis!r}, which has {axes[axis]} "
+                    "coordinates: give a number for each of two or more"
+                )
         if self.secondary and not set(axes) - set(self.secondary):
             raise ValueError(
                 f"pin {SECONDARY!r} names all axes of the mesh ({', '.join(axes)}): copies would be split as "
@@ -297,6 +326,36 @@ class Search:
         """The pin ``secondary``: axes along which copies for the backward pass stay split; empty: there are none."""
         axes = self.pins.get(SECONDARY, ())
         return (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, list | tuple) else ()
+
+    @property
+    def shares(self) -> tuple[str, tuple[int, ...] | None] | None:
+        """The pin ``shares``: an axis, and how many microbatches each coordinate runs; None for these: it is searched.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if SHARES not in self.pins:
+            return None
+        pinned = self.pins[SHARES]
+        if not isinstance(pinned, Mapping) or len(pinned) != 1 or not all(isinstance(axis, str) for axis in pinned):
+            raise ValueError(f"pin {SHARES!r} must have one axis, as {{'node': [3, 1]}}, got {pinned!r}")
+        if self.pipelines:
+            raise ValueError(
+                f"pin {SHARES!r} is not for pipelines, whose stages are as long on each kind of devices as that needs: "
+                f"leave it or {STAGES!r} out"
+            )
+        ((axis, counts),) = pinned.items()
+        if isinstance(counts, str) and counts == "search":
+            return axis, None
+        if not isinstance(counts, list | tuple):
+            raise ValueError(f"pin {SHARES!r} must be 'search' or a number for each coordinate, got {counts!r}")
+        shares = Shares(axis, tuple(counts))
+        if self.microbatches not in (None, shares.microbatches):
+            raise ValueError(
+                f"pin {SHARES!r} has {shares}, which is {shares.microbatches} microbatches in the mean, and pin "
+                f"{MICROBATCHES!r} {self.microbatches}: leave one out"
+            )
+        return axis, shares.counts
 
     @property
     def microbatches(self) -> int | None:

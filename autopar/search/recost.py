@@ -9,6 +9,7 @@ from typing import Any
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import as_planned
+from autopar.search.microbatch.shares import with_shares
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.peak import peak_of
 from autopar.search.pipeline.stage_devices import devices_along, predicted_alone
@@ -44,7 +45,10 @@ def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Pl
     dims = analyze(padded)
     classes = layer_classes(padded, dims)
     held = peak_of(padded, plan, classes) if plan.predicted.peak_bytes else {}
-    found = predict(padded, dims, replace(plan, predicted=replace(plan.predicted, peak_bytes=held)), classes)
+    plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=held))
+    if plan.shares is not None:
+        return with_shares(part, plan)
+    found = predict(padded, dims, plan, classes)
     return _with_objective(found, found.predicted.step_seconds)
 
 

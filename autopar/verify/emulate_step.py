@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -78,11 +78,37 @@ class EmulatedStep:
     def local_inputs(self, turn: int) -> list[list[torch.Tensor]]:
         """The local tensors of each placeholder, on every rank."""
         sizes = self.plan.inner.axis_sizes
-        inputs = []
-        for node, whole in zip(self.local.placeholders, self.inputs(self.local, turn), strict=True):
-            type_, layout = info(node).type(), info(node).layout()
-            inputs.append([block(whole, type_, layout, sizes, rank) for rank in coordinates(sizes)])
-        return inputs
+        every = [self.runs(rank, turn) for rank in coordinates(sizes)]
+        whole = {index: self.inputs(self.local, index) for index in dict.fromkeys(index for index, _ in every)}
+        return [
+            [block(whole[index][i], info(n).type(), info(n).layout(), sizes, where) for index, where in every]
+            for i, n in enumerate(self.local.placeholders)
+        ]
+
+    def runs(self, rank: tuple[int, ...], turn: int) -> tuple[int, tuple[int, ...]]:
+        """The microbatch that a rank runs in a turn, and the coordinates whose rows of it these are.
+
+        A rank whose share of the batch ends before others' runs its last microbatch again, which adds nothing.
+        """
+        shares = self.plan.shares
+        if shares is None:
+            return turn, rank
+        axis = self.plan.axis_names.index(shares.axis)
+        own = shares.slots[rank[axis]]
+        index, where = own[min(turn, len(own) - 1)]
+        return index, (*rank[:axis], where, *rank[axis + 1 :])
+
+    @property
+    def even(self) -> EmulatedStep:
+        """The step in equal shares."""
+        return replace(self, plan=replace(self.plan, shares=None))
+
+    def _totals(self) -> GradientAccumulator:
+        shares = self.plan.shares
+        if shares is None:
+            return GradientAccumulator()
+        axis = self.plan.axis_names.index(shares.axis)
+        return _SharedAccumulator([shares.counts[rank[axis]] for rank in coordinates(self.plan.axis_sizes)])
 
     def run(self) -> list[Whole | None]:
         """Every output, whole."""
@@ -99,9 +125,10 @@ class EmulatedStep:
         local, inner = as_dtype(self.local, self.dtype), self.plan.inner
         # The copy has other nodes, without the layouts that an observer compares with.
         own = dict(zip(local.graph.graph.nodes, self.local.graph.graph.nodes, strict=True))
-        totals, results = GradientAccumulator(), []
+        totals, results = self._totals(), []
         shared: dict[fx.Node, list[object]] = {}
-        for turn in range(self.local.part.count):
+        turns = self.local.part.count if self.plan.shares is None else max(self.plan.shares.counts)
+        for turn in range(turns):
             observe = observers(turn)
             seen = None if observe is None else _renamed(observe, own)
             with totals.microbatch(), default_dtype(self.dtype):
@@ -138,6 +165,23 @@ class EmulatedStep:
                 joined = join([whole for whole, _ in parts], part.results[output.name], self.blocks)
                 results[-1][i] = joined, max(replicas for _, replicas in parts)
         return results[-1]
+
+
+class _SharedAccumulator(GradientAccumulator):
+    """Sums on ranks of which each runs some microbatches: those of further turns are not added."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        """Of each rank's number of microbatches."""
+        super().__init__()
+        self._counts, self._turn = counts, -1
+
+    def add(self, term: torch.Tensor) -> torch.Tensor:
+        """The sum with one more term; ranks call it in turn."""
+        self._turn += self._next == 0
+        if self._turn < self._counts[self._next % len(self._counts)]:
+            return super().add(term)
+        self._next += 1
+        return self.sums[self._next - 1]
 
 
 def _renamed(observe: Observer, nodes: Mapping[fx.Node, fx.Node]) -> Observer:

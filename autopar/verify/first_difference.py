@@ -123,7 +123,7 @@ def first_in_rewriting(step: EmulatedStep) -> FirstDifference | None:
 
     try:
         with same_numbers(0):
-            step.run_flat(observers)
+            step.even.run_flat(observers)
     except _FoundError as e:
         return e.difference
     return None

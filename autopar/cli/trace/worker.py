@@ -17,6 +17,7 @@ from autopar.cli.trace.timed import NODE, STEP, Range, Timed, measured_step
 from autopar.explain.tables.trace import trace_facts, trace_table
 from autopar.ir.signature import binding, pytree
 from autopar.module.parallel_module import ParallelModule
+from autopar.search.microbatch.shares import last_device
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
 from autopar.simulate.trace import beside
@@ -46,7 +47,7 @@ def main(facts: dict[str, Any]) -> None:
                 _step(module, task)
     if session.context.rank:
         return
-    simulated = simulate(emitted(found.step.program, found.plan))
+    simulated = simulate(emitted(*last_device(found.step.program, found.plan)))
     ranges = [
         Range(e.name, e.time_range.start, e.time_range.end)
         for e in profiler.events() or ()

@@ -42,7 +42,11 @@ def build_step(local: Program, plan: Plan, context: MeshContext, compiler: Execu
     if local.microbatches == 1:
         graphs = recompute_cheap(cut(bound)) if isinstance(compiler, Compiler) else cut(bound)
         return Step(local, graphs, types, context, compiled)
-    return MicrobatchStep(local, cut_microbatches(bound), types, context, compiled)
+    if plan.shares is None:
+        return MicrobatchStep(local, cut_microbatches(bound), types, context, compiled)
+    axis = plan.axis_names.index(plan.shares.axis)
+    slots = plan.shares.slots[context.coordinates[axis]]
+    return MicrobatchStep(local, cut_microbatches(bound), types, context, compiled, axis, slots)
 
 
 def _pipeline_step(

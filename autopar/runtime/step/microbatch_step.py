@@ -8,7 +8,7 @@ defers that, and scales them by the incoming gradient of the loss, in which they
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopar._torch_compat import LazyGraphModule
+from autopar.costs.mixed.shares import Slot
 from autopar.ir.layout import Factor, Layout, TensorType
 from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import GradientAccumulator
@@ -90,8 +91,17 @@ def whole_type(type_: TensorType, dim: int | None, count: int) -> TensorType:
     return replace(type_, dims=dims, used=used)
 
 
+@dataclass(frozen=True)
 class MicrobatchStep(Step):
-    """What runs for one combination of shapes and modes, in microbatches; ``types`` are those of the whole batch."""
+    """What runs for one combination of shapes and modes, in microbatches; ``types`` are those of the whole batch.
+
+    Attributes:
+        shared: the number of the axis along which devices have shares of the batch; None: all run the same number.
+        slots: what this device runs then.
+    """
+
+    shared: int | None = None
+    slots: tuple[Slot, ...] = ()
 
     @cached_property
     def part(self) -> Microbatch:
@@ -157,24 +167,24 @@ class MicrobatchStep(Step):
         }
         # The gradient of the loss is not known before the backward call, which scales the gradients by it.
         one = torch.ones((), device=self.context.device, dtype=self._tangent_dtype)
-        sources: dict[str, Callable[[str, int], torch.Tensor]] = {
-            "parameter": lambda name, _: local_parameters[name],
-            "buffer": lambda name, _: buffers[name],
+        sources: dict[str, Callable[[str, int, tuple[int, ...]], torch.Tensor]] = {
+            "parameter": lambda name, *_: local_parameters[name],
+            "buffer": lambda name, *_: buffers[name],
             "tangent": lambda *_: one,
-            "batch": lambda name, index: self._rows(name, batch[int(name)], index),
+            "batch": lambda name, index, where: self._rows(name, batch[int(name)], index, where),
         }
         totals, seed = GradientAccumulator(), current_seed()
         rows: dict[str, list[torch.Tensor]] = {name: [] for name in self.part.results}
         values: list[Any] = []
         assert self.cut.backward is not None
         with torch.no_grad(), without_autocast(self.context.device.type):
-            shared = self._hoisted_values(lambda i: sources[i.kind](i.name, 0))
-            for index in range(self.part.count):
+            shared = self._hoisted_values(lambda i: sources[i.kind](i.name, 0, ()))
+            for turn, (index, where) in enumerate(self._turns):
                 # Frees what the last microbatch returned, before the next one allocates.
                 values.clear()
-                arguments = [*(sources[i.kind](i.name, index) for i in self.cut.inputs), *shared]
+                arguments = [*(sources[i.kind](i.name, index, where) for i in self.cut.inputs), *shared]
                 # A seed of its own: with that of the step all microbatches would drop out the same elements.
-                with totals.microbatch(), step_seed(derive_seed(seed, index)):
+                with totals.microbatch(), step_seed(derive_seed(seed, turn)):
                     values += self.run(self.cut.forward, *arguments)
                 for name, parts in rows.items():
                     parts.append(values[self._row_positions[name]])
@@ -229,15 +239,27 @@ class MicrobatchStep(Step):
         named = zip(self.program.outputs, returned, strict=True)  # type: ignore[arg-type]
         return {o.name: names.index(v.name) for o, v in named if o.kind == "result" and o.name in self.part.results}
 
-    def _rows(self, name: str, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """This rank's part of a microbatch's tensor."""
+    @cached_property
+    def _turns(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The microbatches that this rank runs, each with the coordinates whose rows of it these are."""
+        own = self._stage_mesh[0].coordinates
+        if self.shared is None:
+            return [(index, own) for index in range(self.part.count)]
+        return [(index, (*own[: self.shared], where, *own[self.shared + 1 :])) for index, where in self.slots]
+
+    def _rows(self, name: str, tensor: torch.Tensor, index: int, where: tuple[int, ...]) -> torch.Tensor:
+        """The part of a microbatch's tensor that the rank at some coordinates has."""
         (type_, layout), dim, count = self._batch[name], self.part.rows.get(name), self.part.count
-        if name in self.types.batch:
+        if name in self.types.batch and self.shared is None:
             return tensor if dim is None else take(tensor, dim, self._local_blocks(dim, layout), count, index)
-        # A result of `run_on_whole_batch`, which every rank has whole.
+        # Every rank has it whole: as it has results of `run_on_whole_batch`, and all of the batch where it has shares.
         rows = tensor if dim is None else take(tensor, dim, self._blocks, count, index)
         context, _ = self._stage_mesh
-        return local_block(rows, type_, layout, context.sizes, context.coordinates)
+        return local_block(rows, type_, layout, context.sizes, where).to(context.device)
+
+    def part_of_batch(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank is given of a batch tensor; with shares all of it, which stays where it is until then."""
+        return super().part_of_batch(name, tensor) if self.shared is None else full_tensor(tensor).detach()
 
     def _joined(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A result of the whole batch from those of the microbatches: rows in the order of the batch."""

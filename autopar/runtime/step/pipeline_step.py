@@ -98,7 +98,9 @@ class PipelineStep(MicrobatchStep):
             "buffer": lambda name, _: buffers[name],
             "tangent": lambda *_: one,
             # `ONCE` is -1: what runs once a step reads of the batch what is the same in all microbatches.
-            "batch": lambda name, index: self._rows(name, batch[int(name)], max(index, 0)),
+            "batch": lambda name, index: self._rows(
+                name, batch[int(name)], max(index, 0), self.stage_context.coordinates
+            ),
         }
         computed_here = self._computed_here(
             self._runs(lambda name, index: sources[self._inputs[name].kind](self._inputs[name].name, index))

@@ -121,6 +121,10 @@ class Step:
             saved[i] = saved[i].clone()
         return self._results(outputs, buffers), saved
 
+    def part_of_batch(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank is given of a batch tensor that is passed whole, on its device."""
+        return part_of(tensor, *self.types.batch[name], self.context).to(self.context.device)
+
     def _computed(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The local tensor of a parameter as the graphs take it."""
         type_, layout = self.types.parameters[name]

@@ -16,7 +16,7 @@ from autopar.ir.program import Program
 from autopar.pipeline.custom_schedule import as_text, is_table
 from autopar.pipeline.schedules import SCHEDULES, Schedule, any_count, splits
 from autopar.search.formulation.pins import Restrictions, read_placement
-from autopar.search.options import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGE_ORDER, STAGES, VIRTUAL, Search
+from autopar.search.options import MICROBATCHES, SCHEDULE, SHARES, STAGE_AXIS, STAGE_ORDER, STAGES, VIRTUAL, Search
 from autopar.search.pipeline.shape import PipelineShape
 from autopar.search.pipeline.stage_devices import devices_along
 
@@ -229,7 +229,8 @@ def _inside(name: str, value: Any, shape: PipelineShape) -> Any:
 def along_with(plan: Plan) -> dict[str, Any]:
     """Pins that ask for the same stages."""
     if plan.pipeline is None:
-        return {STAGES: 1, MICROBATCHES: plan.microbatches}
+        shares = {} if plan.shares is None else {SHARES: {plan.shares.axis: list(plan.shares.counts)}}
+        return {STAGES: 1, MICROBATCHES: plan.microbatches, **shares}
     devices, places = dict(plan.axes)[plan.pipeline.axis], plan.pipeline.places
     return {
         **({STAGE_ORDER: list(places)} if places else {}),
@@ -244,7 +245,8 @@ def along_with(plan: Plan) -> dict[str, Any]:
 def with_count(pins: Mapping[str, Any], count: int) -> dict[str, Any]:
     """The pins of `along_with` for another number of microbatches."""
     if pins.get(STAGES, 1) == 1:
-        return {MICROBATCHES: count}
+        shares = {SHARES: pins[SHARES]} if SHARES in pins and pins.get(MICROBATCHES) == count else {}
+        return {MICROBATCHES: count, **shares}
     found = {name: value for name, value in pins.items() if name in _PINS}
     virtual = found[VIRTUAL]
     found[SCHEDULE] = any_count(found[SCHEDULE], (len(found[STAGES]) + 1) // virtual, count, virtual)
