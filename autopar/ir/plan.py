@@ -32,6 +32,9 @@ MOST_BYTES = 256 * MIB
 TIME_LIMIT, INTERRUPTED = "time limit", "interrupted"
 """Methods of certificates whose search did not end by itself."""
 
+LAGRANGIAN = "Lagrangian"
+"""Method of a certificate whose bound prices memory."""
+
 MEMORY_REPAIR = "memory repair"
 """Method of a certificate whose plan was changed after the search, see `autopar.search.budget.repair`."""
 
@@ -475,7 +478,7 @@ _LAYOUTS = ("parameters", "batch", "results", "consumer_layouts")
 _METHODS = {
     "fold": "elimination",
     "messages": "dual ascent",
-    "prices": "Lagrangian",
+    "prices": LAGRANGIAN,
 }
 """What closed a search, in version 1 and now."""
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
-from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Certificate, Plan
+from autopar.ir.plan import INTERRUPTED, LAGRANGIAN, TIME_LIMIT, Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.axis_by_axis import bound_by_axes
 from autopar.search.budget.budget_problem import BudgetProblem, peak_bytes
@@ -123,9 +123,14 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
         weights, most = rounds.strongest.at_level(rounds.cuts, rounds.bound)
         if most - rounds.bound < CLOSE * most:  # no weights have a much higher bound
             break
+        bound, seconds = rounds.bound, rounds.best.predicted.step_seconds
         try:
             rounds.search(weights)
         except InfeasibleError:
+            break
+        gained = max(rounds.bound - bound, seconds - rounds.best.predicted.step_seconds)
+        # What memory costs is not a matter of weights, and each round searches it anew.
+        if rounds.found[-1][0].plan.certificate.method == LAGRANGIAN and gained < CLOSE * seconds:
             break
     return rounds.result()
 

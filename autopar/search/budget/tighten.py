@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
-from autopar.ir.plan import Plan
+from autopar.ir.plan import LAGRANGIAN, Plan
 from autopar.search.budget.budget_problem import BudgetProblem, missing, peak_bytes
 from autopar.search.budget.lagrangian import solve
 from autopar.search.budget.layer_groups import in_groups
@@ -70,7 +70,7 @@ def tightened(
     memory = searched.job.memory
     assert memory is not None
     built, frontier = constraint.built, constraint.frontier
-    tries = _Tightening(searched, built, memory, method or "Lagrangian")
+    tries = _Tightening(searched, built, memory, method or LAGRANGIAN)
     room = tries.first_room(constraint, bound)
     thorough = 1 if searched.whole or np.isinf(room) else 0
     before, left = (np.inf, np.inf), BETTER

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
-from autopar.ir.plan import Plan
+from autopar.ir.plan import LAGRANGIAN, Plan
 from autopar.search.axis_by_axis import descend, placements
 from autopar.search.budget.budget_problem import BudgetProblem, missing, peak_bytes
 from autopar.search.budget.cutoff import NO_CUTOFF
@@ -173,7 +173,7 @@ def _require_room(searched: BudgetProblem, constraints: Sequence[MemoryConstrain
     assert searched.job.memory is not None
     for constraint in constraints:
         if not constraint.frontier.reaches(constraint.budget):
-            least = searched.plan(constraint.built, least_mix(constraint.frontier), bound, "Lagrangian")
+            least = searched.plan(constraint.built, least_mix(constraint.frontier), bound, LAGRANGIAN)
             plan, enough = searched.measured(least)
             if not enough:
                 raise missing(searched.job.memory, plan)
