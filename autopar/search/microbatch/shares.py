@@ -63,16 +63,18 @@ def best_shares(program: Program, job: Job) -> Plan:
     else:
         numbers = [2**i for i in range(1, int(math.log2(MOST)) + 1)]
     best: Plan | None = None
+    error: InfeasibleError | None = None
     bounds: list[Certificate] = []
     tried: list[int] = []
     for count in numbers:
         try:
             part = microbatch_program(program, count, deterministic=job.deterministic)
-        except InfeasibleError:
-            if not bounds:
-                raise
-            break
-        even = plan_of_count(program, count, replace(job, cutoff=NO_CUTOFF))
+            even = plan_of_count(program, count, replace(job, cutoff=NO_CUTOFF))
+        except InfeasibleError as e:
+            if best is not None:  # the batch does not divide into more
+                break
+            error = error or e  # more microbatches need less memory
+            continue
         devices = _devices(even.cluster, job.axes, axis)
         counts = given or fastest(_line(part, even, devices), count, len(devices.machines))
         found = with_shares(part, replace(even, shares=Shares(axis, counts)))
@@ -85,8 +87,9 @@ def best_shares(program: Program, job: Job) -> Plan:
         if best is not None and found.certificate.objective >= best.certificate.objective:
             break
         best = found
-    assert best is not None
-    assert best.shares is not None
+    if best is None:
+        assert error is not None
+        raise error
     of = f"{', '.join(map(str, tried))} microbatches a device in the mean"
     space = f"shares {'as given' if given else 'of any size'} along axis {axis}, {of}; {best.certificate.space}"
     certificate = joint_certificate(best.certificate, bounds, [], space, bounds[-1].method)
