@@ -23,7 +23,7 @@ SHARDED, TENSOR, ALONE = {"a": "compressed", "b": "shard"}, {"a": "compressed", 
 def searching(roles: dict[str, str], **more: Any) -> Any:
     from autopar.search.options import Search
 
-    return Search(roles=roles, inexact=("compressed",), **more)
+    return Search(roles=roles, inexact=("compressed", "float64"), **more)
 
 
 def part(step: int, worker: int, workers: int) -> dict[str, torch.Tensor]:
