@@ -69,6 +69,11 @@ def against_replay(rank: int, cases: list[str]) -> dict[str, float]:
         trained(rank, kind, model, optimizer, range(STEPS))
         assert stale.steps == STEPS and stale.bytes_sent > 0
         stale.synchronize()
+        parts = [high - low for low, high in bounds(len(vector(model)), given.get("owners", WORKERS))]
+        parts += [0] * (WORKERS - len(parts))
+        # Learning rate and count, and which of four parameters there are, beside numbers of eight bytes.
+        most = STEPS * 8 * (sum(parts) - parts[rank] + (WORKERS - 1) * (parts[rank] + 1 + 2 + 4))
+        assert 0 <= most - stale.bytes_sent < STEPS * 8 * 4 * WORKERS
         logs = [log for log in stale._workers.everyone.gather(stale.arrivals, "logs")][: given.get("owners", WORKERS)]
         reference = replay(
             mlp(), rows, lambda step, kind=kind: rate(kind, step), logs, KINDS[kind][1], given.get("compensation", 0.0)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.costs.arguments import FLAG, require
 from autopar.errors import AutoparError, RankError
 from autopar.module.low_communication.compressed.step import first_infinite
 from autopar.module.low_communication.outer import require_exchangeable
@@ -83,6 +84,7 @@ class StaleGradients(WorkerExchange):
                 lacks a trained parameter.
         """
         super().__init__(model, optimizer)
+        require(record=(record, FLAG))
         self.settings, self.steps = Staleness(staleness, compensation, owners), 0
         self._owner_count = self.settings.owners_of(self._workers.count)
         require_elementwise(optimizer)
@@ -154,6 +156,7 @@ class StaleGradients(WorkerExchange):
         sent = sum(everyone.gather(self.steps, what))
         with everyone.during(what):
             self._mail.wait_until(lambda: owner.version == sent, self.model._autopar.context.timeout)
+        self.bytes_sent = self._mail.sent
 
     def detach(self) -> None:
         """The optimizer makes its steps itself again; every rank calls it, and takes no more gradients of others."""
@@ -277,11 +280,11 @@ class StaleGradients(WorkerExchange):
             message([self.steps, *lrs, *(float(given[s.name]) for s in own)], taken(gradients, own, dtype))
             for own in self._segments
         ]
-        what, before = f"step {self.steps + 1} of {self.what} of {self.model._autopar.name}", self._mail.sent
+        what = f"step {self.steps + 1} of {self.what} of {self.model._autopar.name}"
         everyone = self._workers.everyone
         with everyone.during(what, locate=self._late):
             found = self._mail.exchange(pushes, self.model._autopar.context.timeout)
-        self.bytes_sent += self._mail.sent - before
+        self.bytes_sent = self._mail.sent
         self.steps += 1
         for number, received in found.items():
             put(tensors, self._segments[number], parts(received, 1, dtype)[1])

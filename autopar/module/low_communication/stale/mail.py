@@ -48,7 +48,7 @@ class Mail:
         reply: what goes to workers that are released; None: this rank owns nothing.
         push_bytes: of a gradient that goes to each worker.
         reply_bytes: of what comes from each worker, 0 if it owns nothing.
-        sent: bytes that this rank has sent.
+        sent: bytes that this rank has sent, or is about to.
     """
 
     group: ProcessGroup
@@ -98,6 +98,8 @@ class Mail:
         with self._turn:
             released = self.arrived(sender, received)
             values = self.reply() if released and self.reply is not None else None
+            # Before it is sent: who counts when all have their values counts all.
+            self.sent += 0 if values is None else values.numel() * len([w for w in released if w != self.index])
         with self._released:
             self._released.notify_all()
         if values is None:
@@ -110,7 +112,6 @@ class Mail:
                     self._released.notify_all()
             else:
                 works.append(dist.isend(values, group=self.group, group_dst=worker, tag=REPLY))
-                self.sent += values.numel()
         for work in works:
             work.wait(FOREVER)
 
@@ -142,9 +143,10 @@ class Mail:
 
     def _send(self, pushes: Sequence[torch.Tensor], timeout: float) -> None:
         works: list[Any] = []
+        with self._turn:
+            self.sent += sum(pushes[other].numel() for other in self.others)
         for other in self.others:
             works.append(dist.isend(pushes[other], group=self.group, group_dst=other, tag=PUSH))
-            self.sent += pushes[other].numel()
         for work in works:
             work.wait(timedelta(seconds=timeout))
 
