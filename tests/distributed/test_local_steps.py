@@ -244,6 +244,7 @@ def with_others(rank: int, folder: str, before: int, after: int) -> float:
         checkpoint.load(f"{folder}/none", last, of_last, local=with_last)
     for name in [p.name for p in Path(folder, "worker-0").iterdir() if p.is_dir()] if rank == 0 else []:
         shutil.rmtree(Path(folder, "worker-1", name), ignore_errors=True)
+    last._autopar.context.everyone.gather(None, "removing what worker 1 has saved")
     with pytest.raises(AutoparError, match=r"worker 0 has .*, of which others lack their part"):
         checkpoint.load(folder, last, of_last, local=with_last)
     return error
