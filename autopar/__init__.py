@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from autopar.ir.precision import Float8, Precision
     from autopar.module.low_communication.compressed.gradients import CompressedGradients
     from autopar.module.low_communication.local_steps import LocalSteps
+    from autopar.module.low_communication.stale.gradients import StaleGradients
     from autopar.parallelize import parallelize
     from autopar.rules.rule import Lowering, Rule, Spec, rule
     from autopar.runtime.launch.mesh import mesh
@@ -66,6 +67,7 @@ __all__ = [
     "Rule",
     "Search",
     "Spec",
+    "StaleGradients",
     "VerifyError",
     "elastic",
     "mesh",
@@ -85,6 +87,7 @@ _MODULES = {
     "autopar.ir.precision": "Float8 Precision",
     "autopar.module.low_communication.compressed.gradients": "CompressedGradients",
     "autopar.module.low_communication.local_steps": "LocalSteps",
+    "autopar.module.low_communication.stale.gradients": "StaleGradients",
     "autopar.parallelize": "parallelize",
     "autopar.rules.rule": "Lowering Rule Spec rule",
     "autopar.runtime.launch.mesh": "mesh",

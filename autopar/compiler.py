@@ -25,7 +25,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.plan import INTERRUPTED, ROUNDED, TIME_LIMIT, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
-from autopar.ir.quantized.axes import WEIGHTS
+from autopar.ir.quantized.axes import WEIGHTS, read_quantized
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
 from autopar.ir.signature.worker_rows import rows_of_worker, split_tensors
@@ -37,7 +37,7 @@ from autopar.passes.rng.replicate import replicate_random
 from autopar.pipeline.custom_schedule import as_text
 from autopar.search import cache
 from autopar.search.flat import best_flat
-from autopar.search.formulation.local_axes import FP8, Axes, require_rows, worker_count
+from autopar.search.formulation.local_axes import FP8, Axes, require_no_float64, require_rows, worker_count
 from autopar.search.formulation.pins import Restrictions, check_names
 from autopar.search.microbatch.shares import best_shares, require_apart
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
@@ -309,6 +309,26 @@ def policy_of(
     return policy
 
 
+def check_float64(model: nn.Module, policy: Precision | None, search: Search | None, plan: Plan | None = None) -> None:
+    """Refuse compressed and few-bit messages of parameters in float64, unless that too is asked for.
+
+    Args:
+        model: whose parameters they are.
+        policy: in whose dtype parameters are stored.
+        search: which says what may be inexact.
+        plan: one that is given instead of searching.
+
+    Raises:
+        ValueError: names the axis, a parameter and the remedy.
+    """
+    search = search or Search()
+    roles, quantized = search.roles, [q.axis for q in read_quantized(search.quantized)]
+    if plan is not None:
+        roles, quantized = {axis: plan.worker_role for axis, _ in plan.workers}, [q.axis for q in plan.quantized]
+    stored = [(n, p.dtype if policy is None else policy.master) for n, p in model.named_parameters()]
+    require_no_float64([n for n, dtype in stored if dtype == torch.float64], search.inexact, roles, quantized)
+
+
 def check_planning(
     model: nn.Module,
     batch: Batch | None,
@@ -400,6 +420,7 @@ def plan(
     check_planning(model, batch, loss_fn, loss, memory, optimizer, search)
     require(axes=(axes, optional(AXES)), compile=(compile, FLAG), progress=(progress, optional(FUNCTION)))
     policy = policy_of(model, precision, search)
+    check_float64(model, policy, search)
     machine = Cluster.resolve(cluster)
     axes = axes or {"device": machine.devices or (machine.group_sizes[0] if machine.group_sizes else 1)}
     search = search or Search()

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
-from autopar.compiler import check_planning, policy_of
+from autopar.compiler import check_float64, check_planning, policy_of
 from autopar.costs.arguments import FLAG, FUNCTION, PATH, a, number, optional, require
 from autopar.costs.calibrate.allocator import keep_freed_memory
 from autopar.costs.cluster import Cluster
@@ -130,6 +130,7 @@ def parallelize(
             'other numbers of them: pass the whole batch on each rank, inputs="global"'
         )
     policy = policy_of(model, precision, search, given)
+    check_float64(model, policy, search, given)
     context, search = _context(model, mesh, given, search or Search(), timeout)
     if context.device.type == "cpu":
         keep_freed_memory()

@@ -9,8 +9,11 @@ turns, and the fastest round of each counts. Bytes are those that the interface 
 
 With ``--loss``, in one process: the loss of a tiny language model over the bytes of this repository's text, against
 the tokens it has seen, synchronously, with four workers that train apart, with four that compress their gradients, and
-with four devices that quantize what they gather and reduce, for three seeds; and what each sends in all, by the closed
-forms.
+with four devices that quantize what they gather and reduce, and with four workers of random paces whose gradients are
+stale, for three seeds; and what each sends in all, by the closed forms.
+
+With ``--paces``: steps per second of four Gloo processes that sleep for a step, each longer in its turn or one of them
+always, with stale gradients, beside what the simulator says.
 """
 
 from __future__ import annotations
@@ -69,7 +72,16 @@ CURVES: dict[str, dict[str, Any] | None] = {
     "1-bit Adam": {"method": "onebit", "freeze": 60},
     **{name: bits for name, bits in QUANTIZED.items() if bits},
     "fsdp, 4 and 4 bits": {"weights": 4, "gradients": 4},
+    "asynchronous": {"staleness": 4},
+    "asynchronous, compensated": {"staleness": 4, "compensation": 0.1},
 }
+PACES: dict[str, list[list[float]]] = {
+    "each in its turn 4 times as long": [[0.16 if i == w else 0.04 for i in range(4)] for w in range(4)],
+    "one always 4 times as long": [[0.16 if w == 3 else 0.04] for w in range(4)],
+}
+"""Seconds of each worker's successive steps."""
+
+STALENESSES, PACED = (0, 1, 4), 24
 
 
 def main() -> None:
@@ -78,6 +90,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50.0, metavar="MBIT", help="Mbit/s of the link (default: 50)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
     parser.add_argument("--loss", action="store_true", help="loss against tokens, in one process")
+    parser.add_argument("--paces", action="store_true", help="steps per second with stale gradients")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these ways of training")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of --loss, in hundreds (default: {STEPS})")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"of --loss (default: {SEEDS})")
@@ -85,6 +98,16 @@ def main() -> None:
     parser.add_argument("--work", metavar="FOLDER", help=argparse.SUPPRESS)  # one of the processes
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}
+    if options.work and options.paces:
+        paced(Path(options.work))
+        return
+    if options.paces:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "plans.json").write_text("[]")
+            run([__file__, "--work", folder, "--paces"], [[]] * 4, 600.0)
+            rates = json.loads((Path(folder) / "rows.json").read_text())
+            print(json.dumps(rates, indent=1) if options.json else "\n".join(map(rate_row, rates)))
+        return
     if options.work:
         every = [SYNCHRONOUS, ALONE, *QUANTIZED, *APART, *COMPRESSED]
         work(Path(options.work), options.rounds, options.only or every)
@@ -135,6 +158,60 @@ def work(folder: Path, rounds: int, names: list[str]) -> None:
             }
             for n in runs
         ]  # fmt: skip
+
+
+def paced(folder: Path) -> None:
+    """One process: steps of all workers in a second, for each way to be slow and each staleness."""
+    import torch
+    import torch.distributed as dist
+
+    import autopar
+    from autopar.costs.cluster import Link
+    from autopar.simulate.stale_workers import Run
+
+    with member(folder) as (_, rows):
+        search = autopar.Search(roles={"all": "stale"}, inexact=("stale",))
+        mesh = dist.device_mesh.init_device_mesh("cpu", (WORKERS,), mesh_dim_names=("all",))
+        rank = dist.get_rank()
+        for name, seconds in PACES.items():
+            for staleness in STALENESSES:
+                linear = torch.nn.Linear(8, 1)
+                torch.nn.init.zeros_(linear.weight)
+                torch.nn.init.zeros_(linear.bias)
+                model = autopar.parallelize(
+                    linear, mesh, (torch.ones(4, 8),), search=search, inputs="local", loss_fn=mean
+                )
+                optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+                stale = autopar.StaleGradients(model, optimizer, staleness=staleness)
+                model(torch.ones(1, 8)).backward()
+                optimizer.step()  # warms
+                stale.synchronize()
+                start = time.perf_counter()
+                for step in range(PACED):
+                    time.sleep(seconds[rank][step % len(seconds[rank])])
+                    optimizer.step()
+                stale.synchronize()
+                taken = time.perf_counter() - start
+                stale.detach()
+                link = Link("loopback", bandwidth=1e9, latency=1e-4)
+                expected = Run(seconds, 36, link, staleness, WORKERS).run(PACED)
+                rows.append(
+                    {
+                        "paces": name, "staleness": staleness, "measured": WORKERS * PACED / taken,
+                        "predicted": WORKERS * PACED / expected,
+                    }
+                )  # fmt: skip
+
+
+def mean(output: Any, batch: Any) -> Any:
+    """A loss."""
+    return output.mean()
+
+
+def rate_row(row: dict[str, Any]) -> str:
+    """Steps per second."""
+    rates = f"{row['predicted']:6.1f} predicted {row['measured']:6.1f} measured steps/s"
+    return f"{row['paces']:<34} staleness {row['staleness']} {rates}"
 
 
 def trainer(mesh: Any, name: str) -> Callable[[], None]:
@@ -275,6 +352,8 @@ def curve(name: str, seed: int, steps: int) -> list[tuple[int, float]]:
     settings, rows = CURVES[name], 8
     if settings and settings.keys() <= {"weights", "gradients"}:
         return quantized_curve(settings, seed, steps, rows)
+    if settings and "staleness" in settings:
+        return stale_curve(settings, seed, steps, rows)
     count = WORKERS if settings else 1
     first = language_model(seed, 64, 2)
     models = [copy.deepcopy(first) for _ in range(count)]
@@ -349,6 +428,44 @@ def quantized_curve(bits: dict[str, int], seed: int, steps: int, rows: int) -> l
     return points
 
 
+def stale_curve(settings: dict[str, Any], seed: int, steps: int, rows: int) -> list[tuple[int, float]]:
+    """The same of workers whose steps take random times, of what the owners have."""
+    import heapq
+    import random
+
+    import torch
+
+    from autopar.module.low_communication.stale.emulate import EmulatedStale
+
+    first = language_model(seed, 64, 2)
+    models = [copy.deepcopy(first) for _ in range(WORKERS)]
+    optimizers = [optimizer_of("", m.parameters(), 3e-3) for m in models]
+    emulated = EmulatedStale(models, optimizers, **settings)
+    held_out, draw = batch_of(0, 128, seed, validation=True), random.Random(seed)
+    # Steps take at least 1, and a random time besides of 1 in the mean.
+    computing = [(1 + draw.expovariate(1), worker) for worker in range(WORKERS)]
+    heapq.heapify(computing)
+    made, points, idle = [0] * WORKERS, [], set[int]()
+    while sum(made) < steps * WORKERS:
+        now, worker = heapq.heappop(computing)
+        # Of a step each worker has rows of its own, as in the other ways of training.
+        batch = batch_of(made[worker], WORKERS * rows, seed)
+        optimizers[worker].zero_grad()
+        models[worker](**{k: v[worker * rows : (worker + 1) * rows] for k, v in batch.items()}).backward()
+        emulated.step(worker)
+        made[worker] += 1
+        idle.add(worker)
+        for ready in sorted(w for w in idle if emulated.is_ready(w)):
+            idle.discard(ready)
+            heapq.heappush(computing, (now + 1 + draw.expovariate(1), ready))
+        if sum(made) % (LOSSES * WORKERS) == 0:
+            flat = torch.cat([owner.flat for owner in emulated.owners])
+            torch.nn.utils.vector_to_parameters(flat, first.parameters())
+            with torch.no_grad():
+                points.append((sum(made) * rows * LENGTH, float(first(**held_out))))
+    return points
+
+
 def is_smaller(count: int, bits: int) -> bool:
     """Whether so many float32 numbers take fewer bytes in so many bits."""
     from autopar.costs.outer_exchange import quantized_bytes
@@ -368,6 +485,9 @@ def bytes_of(name: str, steps: int) -> float:
     if given and given.keys() <= {"weights", "gradients"}:
         moves = [(kind, WORKERS * size) for kind, size in quantized_moves(shapes, given)]
         return steps * exchange_cost(moves, WORKERS, link).sent_bytes
+    if "staleness" in given:  # a gradient to the owners, and the values that they own back
+        elements = sum(p.numel() for p in language_model(0, 64, 2).parameters())
+        return steps * 2 * 4 * elements * (WORKERS - 1) / WORKERS
     if given and "method" not in given:
         elements = sum(p.numel() for p in language_model(0, 64, 2).parameters())
         return steps // ROUND * sent_bytes(elements, 4, WORKERS, given.get("bits"))

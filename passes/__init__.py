@@ -18,6 +18,7 @@ from autopar.passes.collectives.bucket_collectives import bucket_collectives
 from autopar.passes.collectives.chunk_collectives import chunk_collectives
 from autopar.passes.collectives.overlap_collectives import overlap_collectives
 from autopar.passes.collectives.reduce_in_place import reduce_in_place
+from autopar.passes.collectives.send_rounded_numbers import send_rounded_numbers
 from autopar.passes.collectives.send_whole_numbers import send_whole_numbers
 from autopar.passes.copy_for_backward import copy_for_backward
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
@@ -111,8 +112,17 @@ def with_any_strides(passes: Sequence[Pass]) -> tuple[Pass, ...]:
 
 def with_whole_numbers(passes: Sequence[Pass]) -> tuple[Pass, ...]:
     """The passes for a graph that sends whole numbers where the plan sends them in few bits, see the pass."""
+    return _sending(send_whole_numbers, passes)
+
+
+def with_rounded_numbers(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes for a graph that sends rounded numbers where the plan sends them in few bits, see the pass."""
+    return _sending(send_rounded_numbers, passes)
+
+
+def _sending(other: Pass, passes: Sequence[Pass]) -> tuple[Pass, ...]:
     # As soon as messages are there: what follows depends on their sizes.
-    return tuple(p for each in passes for p in ([each, send_whole_numbers] if each is insert_collectives else [each]))
+    return tuple(p for each in passes for p in ([each, other] if each is insert_collectives else [each]))
 
 
 def run_passes(program: Program, plan: Plan, passes: Sequence[Pass], *, verified: bool = True) -> Program:

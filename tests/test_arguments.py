@@ -25,6 +25,7 @@ from autopar.costs.memory import parse_bytes
 from autopar.integrations.metrics import watch
 from autopar.module.low_communication.compressed.settings import Compression
 from autopar.module.low_communication.settings import Settings
+from autopar.module.low_communication.stale.settings import Staleness
 from autopar.parallelize import parallelize
 
 NAN, INF = float("nan"), float("inf")
@@ -96,6 +97,9 @@ OF_SETTINGS: dict[str, list[Any]] = {
 OF_COMPRESSION: dict[str, list[Any]] = {
     "method": ["signs", "", None, 1, [], Awkward()], "rank": [0, *NO_WHOLE], "share": [0, 1.5, INF, *NO_NUMBER],
     "freeze": [0, 3, *NO_WHOLE], "start": [None, *NO_WHOLE], "seed": [None, *NO_WHOLE],
+}  # fmt: skip
+OF_STALENESS: dict[str, list[Any]] = {
+    "staleness": [None, *NO_WHOLE], "compensation": [None, INF, *NO_NUMBER], "owners": [0, *NO_WHOLE],
 }  # fmt: skip
 OF_PINS: dict[str, list[Any]] = {
     "recompute": ["all", 1, None, []], "offload": ["all", 1, True], "overlap": ["all", 1, None],
@@ -172,6 +176,7 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
         ("Search", Search, {}, OF_SEARCH),
         ("Settings", Settings, {"every": 8}, OF_SETTINGS),
         ("Compression", Compression, {"method": "powersgd", "rank": 2}, OF_COMPRESSION),
+        ("Staleness", Staleness, {"staleness": 2}, OF_STALENESS),
         ("pins", lambda **pins: Search(pins=pins), {}, OF_PINS),
         ("stages", lambda **pins: Search(pins={"stages": 2, **pins}), {}, OF_STAGES),
         ("Device", Device, {"name": "d", "flops": {"float32": 1.0}, "memory": 1, "bandwidth": 1, "launch": 1}, OF_DEVICE),

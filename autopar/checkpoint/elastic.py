@@ -103,7 +103,8 @@ def elastic(
         raise ValueError("elastic() needs layouts that are decided: pass batch= to parallelize()")
     if session.context.workers is not None:
         raise ValueError(
-            "workers that train apart (role 'local' or 'compressed') cannot come and go: use autopar.checkpoint"
+            f"workers of the role {session.context.workers.role!r} cannot come and go within a run: save with "
+            "autopar.checkpoint; with the role 'local' another number of workers loads that"
         )
     if where is None and folder is None and session.context.mesh is not None:
         raise ValueError(

@@ -32,6 +32,9 @@ MOST_BYTES = 2**30
 RANDOM_CALLS = "random_calls"
 """Name of the number of the model's calls that drew random numbers, in a manifest."""
 
+WORKERS = "workers"
+"""Name of the number of workers that train apart, in a manifest."""
+
 
 @dataclass
 class Saving:
@@ -158,7 +161,7 @@ def load(
     """Load the last checkpoint that `save` has finished, or one of them; every rank calls it.
 
     Mesh, plan and number of ranks may be others than those of `save`. Workers that train apart each load what this
-    worker saved, of the last step that all of them have.
+    worker saved, of the last checkpoint that all of them have; more workers than saved begin as copies of these.
 
     Args:
         folder: what `save` was given, or the folder of one checkpoint in it.
@@ -178,7 +181,9 @@ def load(
         earlier.wait()
     found, text = context.decide(_reading(Path(folder), model), "finding a checkpoint")
     known = Manifest.of(text, found / folders.MANIFEST)
-    same = known.world == math.prod(context.sizes)
+    # A worker that begins from another's part draws numbers of its own.
+    own_part = context.workers is None or found.parent == worker_folder(Path(folder), model)
+    same = known.world == math.prod(context.sizes) and own_part
     own: dict[str, torch.Tensor] = {}
     if same:
         expected = generators.states()
@@ -215,7 +220,11 @@ def collected(
 
     def describe(random: list[str]) -> str:
         states = {name: _without_tensors(outer, name, given) for name, given in stateful.items()}
-        rest = {**plain, "stateful": states, "extra": extra, RANDOM_CALLS: session.random_calls}
+        workers = session.context.workers
+        rest = {
+            **plain, "stateful": states, "extra": extra, RANDOM_CALLS: session.random_calls,
+            WORKERS: 1 if workers is None else workers.count,
+        }  # fmt: skip
         return described(kinds, rest, step, math.prod(session.context.sizes), random)
 
     return tensors, describe
@@ -282,8 +291,14 @@ def _reading(folder: Path, model: ParallelModule) -> Callable[[], tuple[Path, st
     """Reads the manifest of the last checkpoint; among workers that train apart, of the last that all of them have."""
     if model._autopar.context.workers is None:
         return lambda: _read(folder)
-    found = common_checkpoint(folder, model)
+    found = common_checkpoint(folder, model, _saved_by)
     return lambda: _read(found)
+
+
+def _saved_by(folder: Path) -> int | None:
+    """How many workers have saved a checkpoint; None: it is an older one, which does not say."""
+    count: int | None = Manifest.of(_read(folder)[1], folder / folders.MANIFEST).values.get(WORKERS)
+    return count
 
 
 def _check(folder: Any, model: Any, optimizer: Any, stateful: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from autopar.capture import Batch, LossFunction
-from autopar.compiler import check_planning, default_memory, part_of_worker, program_to_plan, solve
+from autopar.compiler import check_float64, check_planning, default_memory, part_of_worker, program_to_plan, solve
 from autopar.costs.arguments import AXES, FLAG, require
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import format_bytes
@@ -93,6 +93,7 @@ def find_plan(
         KeyboardInterrupt: Ctrl-C came a second time, or before there was a plan that fits.
     """
     check_planning(model, batch, loss_fn, loss, memory, optimizer, search)
+    check_float64(model, precision, search)
     require(axes=(axes, AXES), compile=(compile, FLAG))
     search, machine = search or Search(), Cluster.resolve(cluster)
     search.require_axes(axes)

@@ -151,6 +151,8 @@ WORKER = {
     "local": "of one worker of several that train apart between exchanges: not equal to synchronous training",
     "compressed": "of one worker of several that exchange compressed gradients in each step, of which "
     "CompressedGradients.error is the relative error: not equal to synchronous training",
+    "stale": "of one worker of several whose gradients are of parameters that others have changed meanwhile, at most "
+    "StaleGradients' staleness= steps ahead of the slowest: not equal to synchronous training",
 }
 """What a certificate says of a plan with workers, by the role of their axis."""
 
@@ -233,7 +235,7 @@ class Plan:
         fused: whether costs are those of kernels that a compiler fuses, see `autopar.rules.shapes.fused_kernels`.
         workers: name and size of the mesh axis of workers (role ``local`` or ``compressed``), outside of ``axes``: each
             has all of ``axes`` to itself, and the plan is one worker's, for its part of the batch. Empty: none do.
-        worker_role: of this axis: workers train apart, or exchange compressed gradients.
+        worker_role: of this axis: workers train apart, or exchange compressed or stale gradients.
         quantized: along which axes gathers of parameters and reductions of gradients are in few bits: those that are
             smaller then.
         secondary: axes along which copies of parameters that the backward pass gathers stay split, where there are such
@@ -538,7 +540,7 @@ class _File:
     padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     forced_consumer_layouts: tuple[str, ...] = ()
     workers: Mapping[str, Annotated[int, msgspec.Meta(ge=1, lt=2**31)]] = field(default_factory=dict)
-    worker_role: Literal["local", "compressed"] = "local"
+    worker_role: Literal["local", "compressed", "stale"] = "local"
     quantized: tuple[QuantizedAxis, ...] = ()
     secondary: tuple[str, ...] = ()
     expert_load: tuple[float, ...] = ()

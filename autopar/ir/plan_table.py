@@ -104,6 +104,7 @@ def figures(rows: Iterable[tuple[str, str]]) -> Table:
 _MEANING = {
     "local": "they train apart between exchanges",
     "compressed": "they exchange compressed gradients in each step (relative error: CompressedGradients.error)",
+    "stale": "owners take their gradients as they come, of parameters that others have changed meanwhile",
 }
 
 

@@ -101,7 +101,8 @@ class Search:
             `autopar.search.formulation.axis_roles`. Without a recipe, axes without a role are searched;
             ``"megatron"`` takes roles, too. ``local`` and ``compressed``, beside any recipe, are for the outermost
             axis: its indices are workers that train apart, see `autopar.LocalSteps`, or that exchange compressed
-            gradients, see `autopar.CompressedGradients`.
+            gradients, see `autopar.CompressedGradients`; ``stale`` is for an axis of all devices, see
+            `autopar.StaleGradients`.
         seed: of the random plan.
         tie_layers: repeated layers have the same layouts; False searches each layer on its own.
         padding: parameters whose dims an axis does not divide, such as a vocabulary of 50257, may be padded on the
@@ -110,8 +111,9 @@ class Search:
             as ``time_limit`` again.
         cache: a plan that was found before for the same program, cluster and options is read, see
             `autopar.search.cache`.
-        inexact: choices that change the numbers, and are refused unless they are named: the roles ``local`` and
-            ``compressed``, ``quantized``, and ``fp8``, linear layers in float8 (``precision="fp8"``).
+        inexact: choices that change the numbers, and are refused unless they are named: the roles ``local``,
+            ``compressed`` and ``stale``, ``quantized``, and ``fp8``, linear layers in float8 (``precision="fp8"``);
+            ``float64`` allows compressed or few-bit messages of parameters in double precision, for comparisons.
         quantized: by axis, bits (8 or 4) of each number of ``weights`` that are gathered and of ``gradients`` that are
             reduced into shards along it, such as ``{"node": {"weights": 8, "gradients": 4}}``, where that makes the
             message smaller, see `autopar.ir.quantized`.

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from autopar.compiler import rewrite
 from autopar.ir.ops.random import same_numbers
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.shards import is_zero_outside, without_padding
+from autopar.passes import Pass, with_rounded_numbers
 from autopar.verify.eager import Key
 from autopar.verify.emulate_step import EmulatedStep
 from autopar.verify.first_difference import (
@@ -58,7 +60,9 @@ class EquivalenceReport:
             attributes that the model writes.
         capture_error: largest difference between the captured graph and the eager model; NaN where they were not
             compared.
-        plan: the plan that was run. What it sends in few bits (`Plan.quantized`) was sent whole.
+        plan: the plan that was run. What it sends in few bits (`Plan.quantized`) was sent whole, and a second time in
+            few bits: errors of that, against the recurrence of training so, are named so.
+        lost: of a plan with messages in few bits: how far each gradient of a step is from that of whole numbers.
         program: the rewritten program.
         reference: ``eager``, or ``captured graph`` where the plain model cannot be called in the dtype, or draws other
             random numbers.
@@ -77,6 +81,7 @@ class EquivalenceReport:
     program: Program = field(repr=False)
     reference: str = EAGER
     note: str = ""
+    lost: Mapping[str, float] = field(default_factory=dict)
     locate: Callable[[], FirstDifference | None] = field(default=lambda: None, repr=False, compare=False)
 
     @property
@@ -151,6 +156,47 @@ def compare(
     # Located when it is asked for: that runs both graphs once more, node by node, from the values of the first call.
     start = replace(step, values=list(in_one_dtype(program, values, dtype).values()))
     return replace(report, locate=functools.partial(_locate, start, graph, reference, wrong, errors))
+
+
+def with_few_bits(
+    report: EquivalenceReport,
+    program: Program,
+    plan: Plan,
+    values: Sequence[torch.Tensor],
+    passes: tuple[Pass, ...],
+    dtype: torch.dtype,
+) -> EquivalenceReport:
+    """A report with the errors of a step in few bits against its recurrence, and how far that is from an exact step.
+
+    With whole numbers as messages the program has been compared with the plain model. With messages of numbers that are
+    rounded from the definition (`autopar.ir.quantized.rounded`) it is the recurrence; the graph that trains sends bits.
+
+    Args:
+        report: of the same with whole numbers.
+        program: canonical.
+        plan: which sends some messages in few bits.
+        values: global tensors for every placeholder.
+        passes: of the rewriting, as training has them.
+        dtype: in which everything else is computed.
+    """
+    given = in_one_dtype(program, values, dtype)
+
+    def run(passes: tuple[Pass, ...]) -> tuple[dict[Key, torch.Tensor], dict[Key, float]]:
+        local = rewrite(program, plan, passes=passes)
+        return _outputs(EmulatedStep(program, local, plan, list(given.values()), dtype))
+
+    (sent, replicas), (recurrence, _) = run(passes), run(with_rounded_numbers(passes))
+    found = errors_of(sent, recurrence, given, replicas)
+    wrong = {key: error for key, error in found.items() if not error <= tolerance_of(dtype)}
+    exact: dict[Key, torch.Tensor] = {("gradient", name): g for name, g in report.gradients.items()}
+    lost = errors_of({key: value for key, value in sent.items() if key in exact}, exact, given)
+
+    def locate() -> FirstDifference | None:
+        first = report.first_difference
+        return first if first is not None or not wrong else at_output(REWRITING, program, wrong)
+
+    errors = {**report.errors, **{f"{_label(key)} in few bits": error for key, error in found.items()}}
+    return replace(report, errors=errors, lost={name: error for (_, name), error in lost.items()}, locate=locate)
 
 
 def _label(key: Key) -> str:

@@ -30,7 +30,7 @@ from autopar.passes.canonicalize import canonical
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import MICROBATCHES as COUNT
 from autopar.search.options import OFFLOAD, Search
-from autopar.verify.compare import EquivalenceReport, compare
+from autopar.verify.compare import EquivalenceReport, compare, with_few_bits
 from autopar.verify.eager import CALLS, EagerCall, Key, copied
 from autopar.verify.emulate_step import EmulatedStep
 from autopar.verify.first_difference import CAPTURE, at_output
@@ -66,7 +66,9 @@ def verify(
 ) -> EquivalenceReport:
     """Compare a plan's program, on an emulated mesh, with the plain model in eager mode, over two calls in a row.
 
-    Messages that the plan sends in few bits (`Plan.quantized`) are sent whole: what they lose is no error of the graph.
+    Messages that the plan sends in few bits (`Plan.quantized`) are sent whole for that: what they lose is no error of
+    the graph. The graph that does send few bits is then compared with the recurrence, in which the numbers of these
+    messages are rounded from the definition; ``lost`` of the report says how far that is from exact.
 
     Args:
         model: with real parameters; it is not changed.
@@ -129,9 +131,10 @@ def verify(
     live = LiveCopy(model, dtype, program, later)
     draw = random.Random(seed) if random_strides else None
     try:
-        return compare(program, local, plan, values, dtype, reference=reference, graph=located, live=live, draw=draw)
+        report = compare(program, local, plan, values, dtype, reference=reference, graph=located, live=live, draw=draw)
     finally:
         before.restore()
+    return with_few_bits(report, program, plan, values, passes, dtype) if plan.quantized else report
 
 
 def _second_call(

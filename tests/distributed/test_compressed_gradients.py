@@ -23,7 +23,7 @@ SHARDED, TENSOR, ALONE = {"a": "compressed", "b": "shard"}, {"a": "compressed", 
 def searching(roles: dict[str, str], **more: Any) -> Any:
     from autopar.search.options import Search
 
-    return Search(roles=roles, inexact=("compressed",), **more)
+    return Search(roles=roles, inexact=("compressed", "float64"), **more)
 
 
 def part(step: int, worker: int, workers: int) -> dict[str, torch.Tensor]:
@@ -136,6 +136,8 @@ def resumed(rank: int, folder: str, case: str) -> tuple[float, float]:
     assert found.step == others.steps == 6 and found.folder.parent.name == f"worker-{rank // 2}"
     trained(other, own, range(6, 9))
     again = largest_difference(other.full_state_dict(), expected)
+    with pytest.raises(AutoparError, match="of 3 workers in what is loaded, and there are 2"):
+        others.require_settings({**others.state_dict(), "workers": 3})
     others.detach()
     wrong = {"method": "topk", "share": 0.5} if given["method"] != "topk" else {"method": "powersgd", "rank": 3}
     another = autopar.CompressedGradients(other, own, **wrong)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,6 +201,58 @@ def resumed(rank: int, folder: str, roles: dict[str, str], pins: dict[str, Any],
 def test_resumes(ranks: Ranks, tmp_path: Any, roles: Any, pins: Any, again: Any) -> None:
     for errors in ranks.run(resumed, str(tmp_path), roles, pins, again):
         assert max(errors) < 1e-12, errors
+
+
+def with_others(rank: int, folder: str, before: int, after: int) -> float:
+    """A run that is saved with a fragment in flight, and goes on with another number of workers."""
+    import autopar
+    from autopar import checkpoint
+    from autopar.errors import AutoparError
+
+    given, algorithm = CASES["streaming"]
+
+    def made(workers: int) -> tuple[Any, Any, Any]:
+        sizes, roles = ((2, 2), SHARDED) if workers == 2 else ((4,), {"a": "local"})
+        model = autopar.parallelize(mlp(), mesh_of(*sizes), mlp_batch(0), search=searching(roles), timeout=WAIT)
+        optimizer = OPTIMIZERS["AdamW"](model)
+        return model, optimizer, autopar.LocalSteps(model, optimizer, **given)
+
+    model, optimizer, local = made(before)
+    trained(model, optimizer, range(3))
+    checkpoint.save(folder, model, optimizer, step=3, local=local)
+    trained(model, optimizer, range(3, 6))
+    checkpoint.save(folder, model, optimizer, step=6, local=local)
+    other, own, others = made(after)
+    found = checkpoint.load(folder, other, own, local=others)
+    worker = rank // (4 // after)
+    assert found.step == 6 and found.folder.parent.name == f"worker-{worker % before}"
+    assert found.same_random_numbers == (before == 4 and after == 4)
+
+    def batches(step: int, worker: int) -> dict[str, torch.Tensor]:
+        return part(step, worker, before if step < 6 else after)
+
+    expected = run(mlp(), OPTIMIZERS["AdamW"], batches, before, STEPS, algorithm, {6: after})
+    error = largest_difference(other.full_state_dict(), expected[5][worker % before])
+    for step in range(6, STEPS):
+        trained(other, own, range(step, step + 1))
+        error = max(error, largest_difference(other.full_state_dict(), expected[step][worker]))
+    # The next checkpoint is of these workers alone: folders of more may be there.
+    checkpoint.save(folder, other, own, step=STEPS, local=others)
+    last, of_last, with_last = made(before)
+    assert checkpoint.load(folder, last, of_last, local=with_last).step == STEPS
+    with pytest.raises(AutoparError, match=r"that all workers have \(rank 0 found none\)"):
+        checkpoint.load(f"{folder}/none", last, of_last, local=with_last)
+    for name in [p.name for p in Path(folder, "worker-0").iterdir() if p.is_dir()] if rank == 0 else []:
+        shutil.rmtree(Path(folder, "worker-1", name), ignore_errors=True)
+    last._autopar.context.everyone.gather(None, "removing what worker 1 has saved")
+    with pytest.raises(AutoparError, match=r"worker 0 has .*, of which others lack their part"):
+        checkpoint.load(folder, last, of_last, local=with_last)
+    return error
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.deep)])
+def test_goes_on_with_other_workers(ranks: Ranks, tmp_path: Any, before: int, after: int) -> None:
+    assert max(ranks.run(with_others, str(tmp_path), before, after)) < 1e-12
 
 
 def quantized(rank: int, bits: int) -> tuple[bool, int, int]:

@@ -31,7 +31,7 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 def parallel(sizes: tuple[int, ...], quantized: dict[str, Any], **more: Any) -> Any:
     import autopar
 
-    search = autopar.Search(**{"recipe": "fsdp", **more}, quantized=quantized, inexact=("quantized",))
+    search = autopar.Search(**{"recipe": "fsdp", **more}, quantized=quantized, inexact=("quantized", "float64"))
     return autopar.parallelize(mlp(), mesh_of(*sizes), mlp_batch(0), search=search, timeout=WAIT)
 
 
@@ -125,7 +125,7 @@ def compiled(rank: int) -> float:
     import autopar
 
     bits = {"weights": 8, "gradients": 8}
-    search = autopar.Search(recipe="fsdp", quantized={"a": bits}, inexact=("quantized",))
+    search = autopar.Search(recipe="fsdp", quantized={"a": bits}, inexact=("quantized", "float64"))
     model = autopar.parallelize(
         mlp(), mesh_of(4), mlp_batch(0), search=search, timeout=WAIT, compile=lambda graph, inputs: graph
     )

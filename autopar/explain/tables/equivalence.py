@@ -35,7 +35,8 @@ def equivalence_dict(report: EquivalenceReport, tolerance: float) -> dict[str, A
         "note": report.note,
         "first_difference": None if equal or report.first_difference is None else str(report.first_difference),
         "axes": dict(report.plan.axes),
-        "sent_whole": list(map(str, report.plan.quantized)),
+        "few_bits": list(map(str, report.plan.quantized)),
+        "lost": dict(report.lost),
         "errors": errors,
     }
 
@@ -54,7 +55,10 @@ def equivalence_table(report: EquivalenceReport, tolerance: float, width: int = 
     if report.loss is not None and report.reference_loss is not None:
         rows.append(("loss", f"{float(report.loss):.15g}; plain model {float(report.reference_loss):.15g}"))
     rows.append(("against", f"{report.reference}; {report.note}" if report.note else report.reference))
-    rows += [("sent whole", f"what training sends in few bits: {each}") for each in report.plan.quantized]
+    rows += [("few bits", f"{each}: sent whole, and a second time so") for each in report.plan.quantized]
+    if report.lost:
+        name = max(report.lost, key=lambda n: report.lost[n])
+        rows.append(("lost by them", f"at most {report.lost[name]:.1e} of a gradient ({name}), which is no error"))
     rows.append(("compared", f"{len(found)} tensors; error: largest difference over the tensor's largest entry"))
     if len(found) > LONGEST:
         rows.append(("", f"{len(found) - LONGEST} tensors with smaller errors are not shown; --json has all"))

@@ -1,11 +1,14 @@
 """Operators of rewritten graphs: numbers into the bytes that stand for them before a collective, and back after it.
 
 Numbers of any floating dtype are rounded to float32 first. Of ``bits = 0`` the bytes are those of the numbers
-themselves, in float64: `autopar.verify` compares a graph with the plain model as if its messages were sent exactly.
+themselves, in float64: `autopar.verify` compares a graph with the plain model as if its messages were sent exactly. Of
+``bits`` below 0 they are float32 numbers that are rounded as so many bits would, from the definition: one in few bits
+is compared with that graph.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from autopar.costs.outer_exchange import quantized_bytes
 from autopar.ir.quantized.blocks import dequantize, quantize, sum_of
+from autopar.ir.quantized.rounded import rounded
 
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -21,23 +25,32 @@ _library.define("from_blocks(Tensor payloads, int count, int bits, ScalarType dt
 _library.define("sum_from_blocks(Tensor payloads, int count, int bits, ScalarType dtype) -> Tensor")
 
 
+_SENT_AS = {False: torch.float64, True: torch.float32}
+"""Dtypes of numbers that are sent whole, and rounded."""
+
+
 def _to_blocks(values: Tensor, parts: int, bits: int) -> Tensor:
     rows = values.reshape(parts, -1)
+    if bits < 0:
+        return rounded(rows, -bits).contiguous().view(torch.uint8)
     return quantize(rows.float(), bits) if bits else rows.double().contiguous().view(torch.uint8)
 
 
 def _from_blocks(payloads: Tensor, count: int, bits: int, dtype: torch.dtype) -> Tensor:
-    numbers = dequantize(payloads, count, bits) if bits else payloads.view(torch.float64)
+    numbers = dequantize(payloads, count, bits) if bits > 0 else payloads.view(_SENT_AS[bits < 0])
     return numbers.to(dtype).reshape(-1)
 
 
 def _sum_from_blocks(payloads: Tensor, count: int, bits: int, dtype: torch.dtype) -> Tensor:
-    total = sum_of(payloads.unbind(), count, bits) if bits else payloads.view(torch.float64).sum(0)
-    return total.to(dtype)
+    if bits > 0:
+        return sum_of(payloads.unbind(), count, bits).to(dtype)
+    numbers = payloads.view(_SENT_AS[bits < 0])
+    # One after another, in the dtype: the order of few bits is part of their recurrence.
+    return functools.reduce(torch.add, numbers.unbind()).to(dtype)
 
 
 def _size(count: int, bits: int) -> int:
-    return quantized_bytes(count, bits) if bits else 8 * count
+    return quantized_bytes(count, bits) if bits > 0 else _SENT_AS[bits < 0].itemsize * count
 
 
 for _name, _function in (

@@ -52,8 +52,8 @@ from autopar.sharding.factor_kinds import (
 from autopar.sharding.layer_classes import LayerClasses
 
 DATA, OPTIMIZER, SHARD, EXPERT, CONTEXT = "data", "optimizer", "shard", "expert", "context"
-TENSOR, SEQUENCE, LOCAL, COMPRESSED = "tensor", "sequence", "local", "compressed"
-WORKER_ROLES = (LOCAL, COMPRESSED)
+TENSOR, SEQUENCE, LOCAL, COMPRESSED, STALE = "tensor", "sequence", "local", "compressed", "stale"
+WORKER_ROLES = (LOCAL, COMPRESSED, STALE)
 """Roles of an axis of workers, which is left out of what is planned."""
 
 ROLES = (DATA, OPTIMIZER, SHARD, EXPERT, CONTEXT, TENSOR, SEQUENCE, *WORKER_ROLES)

@@ -1,20 +1,21 @@
-"""Roles ``"local"`` and ``"compressed"``: an axis whose devices are workers, between which nothing is planned.
+"""Roles ``"local"``, ``"compressed"``, ``"stale"``: of an axis of workers, between which nothing is planned.
 
 Such an axis is left out of what is planned: each of its indices is a worker, with all of the other axes to itself and
 its part of the batch. With ``local`` it has parameters of its own, which `autopar.LocalSteps` brings together every so
 many steps; with ``compressed`` all have the same, since `autopar.CompressedGradients` gives each step the compressed
-gradients of all. Neither is what synchronous training computes: `Search(inexact=("local",))` must ask for it.
+gradients of all; with ``stale``, `autopar.StaleGradients`, owners of the parameters take gradients as they come. None
+is what synchronous training computes: `Search(inexact=("local",))` must ask for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.costs.arguments import shown
 from autopar.ir.program import Program
-from autopar.search.formulation.axis_roles import COMPRESSED, LOCAL, WORKER_ROLES
+from autopar.search.formulation.axis_roles import COMPRESSED, LOCAL, STALE, WORKER_ROLES
 from autopar.sharding.dims import analyze
 
 Axes = tuple[tuple[str, int], ...]
@@ -26,12 +27,16 @@ QUANTIZED = "quantized"
 FP8 = "fp8"
 """Linear layers in float8, a choice of ``precision=``."""
 
-INEXACT = (*WORKER_ROLES, QUANTIZED, FP8)
+FLOAT64 = "float64"
+"""Compressed or few-bit messages of parameters in float64: for who compares them with a reference."""
+
+INEXACT = (*WORKER_ROLES, QUANTIZED, FP8, FLOAT64)
 """Choices that change numbers."""
 
 _WHY = {
     LOCAL: "its workers train apart between exchanges",
     COMPRESSED: "its workers exchange compressed gradients",
+    STALE: "its workers compute gradients from parameters that others have changed meanwhile",
 }
 
 
@@ -62,6 +67,33 @@ def check_inexact(inexact: tuple[str, ...], roles: Mapping[str, str], quantized:
         )
 
 
+def require_no_float64(
+    double: Sequence[str], inexact: Sequence[str], roles: Mapping[str, str], quantized: Iterable[str]
+) -> None:
+    """Refuse to leave out most of what numbers in double precision are kept for.
+
+    Args:
+        double: names of the parameters that are stored in float64.
+        inexact: what is asked for.
+        roles: of axes.
+        quantized: axes along which messages are in few bits.
+
+    Raises:
+        ValueError: names the axis and a parameter.
+    """
+    lossy = {axis: f"has the role {role!r}" for axis, role in roles.items() if role == COMPRESSED}
+    lossy |= {axis: "has messages in few bits" for axis in quantized}
+    if not double or not lossy or FLOAT64 in inexact:
+        return
+    axis, why = next(iter(lossy.items()))
+    given = (*inexact, FLOAT64)
+    raise ValueError(
+        f"axis {axis!r} {why}, and parameter {double[0]!r} is float64: what is sent of its numbers has not the digits "
+        "that they are kept for; train in float32 (model.float()), or, to compare with a reference, ask for that with "
+        f"search=Search(inexact={given})"
+    )
+
+
 def exact_roles(roles: Mapping[str, str]) -> dict[str, str]:
     """The roles within a worker."""
     return {axis: role for axis, role in roles.items() if role not in WORKER_ROLES}
@@ -88,6 +120,13 @@ def worker_axes(roles: Mapping[str, str], axes: Mapping[str, int]) -> tuple[Axes
         raise ValueError(
             f"axis {named[0]!r} has the role {worker_role(roles)!r} and must be the outermost one of the mesh, which "
             f"is {next(iter(axes))!r}: a worker's devices are neighbors"
+        )
+    within = {axis: size for axis, size in axes.items() if axis not in named and size > 1}
+    if named and within and worker_role(roles) == STALE:
+        raise ValueError(
+            f"axis {named[0]!r} has the role {STALE!r}, and its workers would have several devices each, {within}: "
+            "gradients come in another order to each of them, whose copies of a parameter would no longer be the same; "
+            "give all devices to this axis, or take the role 'local' or 'compressed'"
         )
     outer = tuple((axis, axes[axis]) for axis in named)
     return outer, {axis: size for axis, size in axes.items() if axis not in named}

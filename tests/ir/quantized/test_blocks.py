@@ -10,6 +10,7 @@ import torch
 
 from autopar.costs.outer_exchange import BLOCK, exchange_size
 from autopar.ir.quantized.blocks import dequantize, mean_of, quantize
+from autopar.ir.quantized.rounded import rounded
 
 
 def reference(values: np.ndarray, bits: int) -> tuple[bytes, np.ndarray]:
@@ -41,6 +42,7 @@ def test_bytes_and_numbers_are_the_references(bits: int, count: int) -> None:
         assert payload.numpy().tobytes() == raw
         found = dequantize(payload, count, bits)
         assert found.numpy().tobytes() == arrived.tobytes()
+        assert torch.equal(rounded(values, bits), found)
         assert payload.numel() * 2 == exchange_size(count, 4, 2, bits)
         # The stated bound, with room for the rounding of float32.
         for start in range(0, count, BLOCK):
@@ -53,13 +55,16 @@ def test_bytes_and_numbers_are_the_references(bits: int, count: int) -> None:
 def test_special_numbers(bits: int) -> None:
     assert quantize(torch.zeros(0), bits).numel() == 0
     zeros, tiny = torch.zeros(300), torch.full((5,), 1e-45)
-    assert torch.equal(dequantize(quantize(zeros, bits), 300, bits), zeros)
+    assert torch.equal(dequantize(quantize(zeros, bits), 300, bits), zeros) and torch.equal(rounded(zeros, bits), zeros)
+    assert rounded(torch.zeros(2, 0), bits).shape == (2, 0)
+    assert torch.equal(rounded(tiny, bits), dequantize(quantize(tiny, bits), 5, bits))
     assert float(dequantize(quantize(tiny, bits), 5, bits).abs().max()) <= 1e-44
     for bad in (math.nan, math.inf):
         values = torch.ones(600)
         values[300] = bad
         found = dequantize(quantize(values, bits), 600, bits)
         assert found[256:512].isnan().all() and torch.equal(found[:256], values[:256])
+        torch.testing.assert_close(rounded(values, bits), found, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -15,6 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.layout import Split
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.ir.quantized import blocks, operators
 from autopar.ir.quantized.operators import QUANTIZERS
 from autopar.passes import DETERMINISTIC_PASSES
 from autopar.verify.emulate import census
@@ -111,10 +112,29 @@ def test_equals_the_recurrence(program: Program, bits: dict[str, int]) -> None:
     reference = sharded(plan, 4, **bits)
     assert worst(program, plan, reference, 4) < 1e-10
     assert reference.reached == set(bits)
-    # Verification sends all numbers whole: what is left is the graph, and that is right.
-    assert autopar.verify(net(), batch_of(0), {"gpu": 4}, plan=plan).max_error < 1e-9
+    # Verification sends all numbers whole, and the graph is right; and then in few bits, as the recurrence has them.
+    report = autopar.verify(net(), batch_of(0), {"gpu": 4}, plan=plan)
+    assert report.max_error < 1e-9 and "first.weight in few bits" in report.errors
+    assert 1e-4 < max(report.lost.values()) < 0.5
     exact = planned(program, {"gpu": 4}, {})
     assert worst_apart(program, plan, exact) > 1e-6
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda payloads, count, bits: blocks.sum_of(list(payloads)[:-1], count, bits),  # one device is left out
+        lambda payloads, count, bits: blocks.sum_of([p.roll(1) for p in payloads], count, bits),  # a byte too far
+    ],
+)
+def test_verification_finds_wrong_messages(program: Program, monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    plan = planned(program, {"gpu": 4}, {"gpu": {"gradients": 8}})
+    monkeypatch.setattr(operators, "sum_of", wrong)
+    report = autopar.verify(net(), batch_of(0), {"gpu": 4}, plan=plan)
+    # The whole numbers of the same graph are right: only the second comparison can find it.
+    assert max(e for n, e in report.errors.items() if not n.endswith("in few bits")) < 1e-9
+    assert report.worst.endswith("in few bits") and report.max_error > 1e-3
+    assert "gradient" in str(report.first_difference)
 
 
 def worst_apart(program: Program, plan: Plan, other: Plan) -> float:

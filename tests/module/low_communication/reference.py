@@ -45,8 +45,12 @@ def run(
     workers: int,
     steps: int,
     algorithm: Recurrence,
+    then: Mapping[int, int] | None = None,
 ) -> list[list[State]]:
-    """Parameters of each worker after each step: ``[step][worker][name]``; ``batches(step, worker)`` counts from 0."""
+    """Parameters of each worker after each step: ``[step][worker][name]``; ``batches(step, worker)`` counts from 0.
+
+    ``then`` has other numbers of workers from some steps on: the last ones leave, or copies of the first ones join.
+    """
     models = [copy.deepcopy(model) for _ in range(workers)]
     inner = [optimizer(m) for m in models]
     shared: dict[str, nn.Parameter] = {}
@@ -54,6 +58,14 @@ def run(
     waiting: dict[str, tuple[int, torch.Tensor]] = {}
     history: list[list[State]] = []
     for step in range(steps):
+        if step in (then or {}):
+            workers = (then or {})[step]
+            # Both at once: the optimizer of a copy is of the copy's parameters.
+            more = [
+                copy.deepcopy((models[i % len(models)], inner[i % len(models)])) for i in range(len(models), workers)
+            ]
+            models = [*models[:workers], *(m for m, _ in more)]
+            inner = [*inner[:workers], *(o for _, o in more)]
         named = [dict(m.named_parameters()) for m in models]
         for worker, m in enumerate(models):
             m.zero_grad()

@@ -11,12 +11,16 @@ import torch
 from torch import nn
 
 import autopar
+from autopar import Precision
+from autopar.compiler import check_float64
 from autopar.errors import PlanError
+from autopar.explain.recipes import find_plan
 from autopar.ir.signature.worker_rows import rows_of_worker
 from tests.distributed.models import mlp, mlp_batch
 
 ASKED: dict[str, Any] = {"roles": {"dc": "local", "gpu": "shard"}, "inexact": ("local",)}
 AXES = {"dc": 2, "gpu": 2}
+COMPRESSED = {"dc": "compressed", "gpu": "shard"}
 
 
 def planned(**search: Any) -> autopar.Plan:
@@ -85,7 +89,7 @@ def test_the_plan_is_verified_and_checked_on_a_workers_part() -> None:
 
 
 def test_plans_of_workers_that_compress_are_those_of_others_and_say_so(tmp_path: Path) -> None:
-    found, apart = planned(roles={"dc": "compressed", "gpu": "shard"}, inexact=("compressed",)), planned()
+    found, apart = planned(roles=COMPRESSED, inexact=("compressed", "float64")), planned()
     assert replace(found, worker_role="local", certificate=apart.certificate) == apart
     assert "exchange compressed gradients in each step" in found.certificate.space
     assert found.certificate.space.endswith("not equal to synchronous training, dc=2")
@@ -94,10 +98,40 @@ def test_plans_of_workers_that_compress_are_those_of_others_and_say_so(tmp_path:
     found.save(tmp_path / "plan.json")
     assert autopar.Plan.load(tmp_path / "plan.json") == found
     assert autopar.verify(mlp(), mlp_batch(0), AXES, plan=found).max_error < 1e-12
-    search = autopar.Search(roles={"dc": "compressed", "gpu": "shard"}, inexact=("compressed",))
+    search = autopar.Search(roles=COMPRESSED, inexact=("compressed",))
     assert found.check(mlp(), mlp_batch(0), search=search).worker_role == "compressed"
     with pytest.raises(PlanError, match=r"\(compressed\), and the search {'dc': 2} \(local\)"):
         found.check(mlp(), mlp_batch(0), search=autopar.Search(**ASKED))
+
+
+def test_parameters_in_float64_keep_their_digits_unless_that_is_asked_for() -> None:
+    model, batch, machine = mlp(), mlp_batch(0), {"cluster": "cpu", "axes": AXES}
+    few = {"recipe": "fsdp", "quantized": {"gpu": {"weights": 8}}, "inexact": ("quantized",)}
+    asked: list[tuple[dict[str, Any], str]] = [
+        (
+            {"roles": COMPRESSED, "inexact": ("compressed",)},
+            r"axis 'dc' has the role 'compressed', and parameter 'up\.w",
+        ),
+        (
+            few,
+            r"axis 'gpu' has messages in few bits, and parameter 'up\.weight' is float64.*\('quantized', 'float64'\)",
+        ),
+    ]
+    for given, message in asked:
+        with pytest.raises(ValueError, match=message):
+            autopar.plan(model, batch, **machine, search=autopar.Search(**given))
+        with pytest.raises(ValueError, match=message):
+            find_plan(model, batch, **machine, search=autopar.Search(**given))
+        # Parameters that the precision stores in float32 lose no digits that they are kept for.
+        check_float64(model, Precision(), autopar.Search(**given))
+        again = autopar.Search(**given | {"inexact": (*given["inexact"], "float64")})
+        check_float64(model, None, again)
+    plan = planned(roles=COMPRESSED, inexact=("compressed", "float64"))
+    with pytest.raises(
+        ValueError, match=r"axis 'dc' has the role 'compressed'.*search=Search\(inexact=\('float64',\)\)"
+    ):
+        check_float64(model, None, None, plan)
+    check_float64(model.float(), None, None, plan)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 6))])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopar.costs.outer_exchange import ExchangeCost, compressed_collectives, exchange_cost
+from autopar.errors import AutoparError
 from autopar.module.low_communication.compressed.collectives import over_group
 from autopar.module.low_communication.compressed.emulate import require_several
 from autopar.module.low_communication.compressed.frozen_adam import require_plain_adam
@@ -165,12 +166,18 @@ class CompressedGradients(WorkerExchange):
         return repr([{k: float(v) if isinstance(v, torch.Tensor) else v for k, v in g.items()} for g in groups])
 
     def require_settings(self, saved: Mapping[str, Any]) -> None:
-        """Refuse what was saved under others, or of other shards, before any of it is read.
+        """Refuse what was saved under others, by other workers, or of other shards, before any of it is read.
 
         Raises:
             AutoparError: names both.
         """
         super().require_settings(saved)
+        own, other = self._workers.count, saved.get("workers", self._workers.count)
+        if own != other:
+            raise AutoparError(
+                f"errors of {self.what} are of {other} workers in what is loaded, and there are {own}: what they have "
+                "still to add would be lost, or added twice; load on as many, or without these and make new ones"
+            )
         require_layouts(self, saved)
 
     def _settings(self) -> Compression:

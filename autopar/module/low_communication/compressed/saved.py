@@ -50,7 +50,7 @@ def saved_state(compressed: CompressedGradients) -> dict[str, Any]:
         tensors[FACTORS] = _stacked(compressed, step.method)
     return {
         "settings": str(compressed.settings), "steps": step.steps, "frozen": dict(step.frozen),
-        "layouts": layouts(compressed), "tensors": tensors,
+        "layouts": layouts(compressed), "workers": compressed._workers.count, "tensors": tensors,
     }  # fmt: skip
 
 
