@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,15 +104,16 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in slugs, f"{page.name} links to {target}; {found.name} has {sorted(slugs)}"
 
 
-def messages() -> set[str]:
+@cache
+def messages() -> frozenset[str]:
     """Every string of the sources, an f-string's fields as "…"; docstrings are no messages."""
-    found = set()
+    found = set[str]()
     for folder in ("autopar", "passes", "strategies"):
         for path in (ROOT / folder).rglob("*.py"):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
             found |= {_text(n) for n in ast.walk(tree) if id(n) not in prose}
-    return found
+    return frozenset(found)
 
 
 def _text(node: ast.AST) -> str:
@@ -120,7 +122,7 @@ def _text(node: ast.AST) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
-def absent(page: str, known: set[str]) -> list[str]:
+def absent(page: str, known: frozenset[str]) -> list[str]:
     """Messages that a page quotes in the first column of its tables and that no string of the sources begins with."""
     quoted = [q for q in re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE) if " " in q]
     assert len(quoted) >= 20

@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -106,7 +107,7 @@ def test_tensors_of_transformed_functions() -> None:
 
 def test_the_kernel_that_torch_takes_for_attention() -> None:
     q, shared = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
-    flash, formula = compat.SDPBackend.FLASH_ATTENTION, compat.SDPBackend.MATH
+    flash, formula = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
     with torch.no_grad():
         assert compat.attention_kernel(q, q, q, None, 0.0, True, False) == flash
         assert compat.attention_kernel(q, shared, shared, torch.zeros(3, 3), 0.0, False, True) == flash

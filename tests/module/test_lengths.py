@@ -12,7 +12,7 @@ from torch import nn
 
 import autopar
 from autopar._torch_compat import FakeTensorMode
-from autopar._torch_compat import _sources as sources
+from autopar._torch_compat.caches import _sources as sources
 from autopar.compiler import program_of
 from autopar.module.lengths import length_dims
 from autopar.search.formulation.as_before import strategies_of

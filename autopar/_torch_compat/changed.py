@@ -1,0 +1,147 @@
+"""What torch does otherwise while a model is traced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def checkpoint_replaced(reentrant: Callable[..., Any], other: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, `torch.utils.checkpoint.checkpoint` calls these, whatever other names it has been bound to.
+
+    Args:
+        reentrant: ``(function, preserve_rng_state, *args)`` to the function's results.
+        other: ``(function, preserve_rng_state, context_fn, ...)`` to a generator, which yields once: torch calls the
+            function then.
+    """
+    from torch.utils import checkpoint as module
+
+    before = module._checkpoint_without_reentrant_generator
+    module._checkpoint_without_reentrant_generator = other
+    module.CheckpointFunction.apply = staticmethod(reentrant)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = before
+        del module.CheckpointFunction.apply  # what it inherits is back
+
+
+def selective_policy(context: Any) -> Callable[..., Any] | None:
+    """The policy function of a context that `create_selective_checkpoint_contexts` made; None for any other."""
+    from torch.utils.checkpoint import _CachingTorchDispatchMode
+
+    return context.policy_fn if isinstance(context, _CachingTorchDispatchMode) else None
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """While it lasts, operators compute with real values, whatever is traced around it."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+@contextmanager
+def without_ordered_effects() -> Iterator[None]:
+    """While it lasts, checks of `torch.linalg` are traced as plain operators, not in an order that tokens keep."""
+    import torch._higher_order_ops.effects  # noqa: F401  registers them
+    from torch._library.simple_registry import singleton
+
+    entry: Any = singleton.find("aten::_linalg_check_errors").effect
+    before, entry._effect = entry._effect, None
+    try:
+        yield
+    finally:
+        entry._effect = before
+
+
+@contextmanager
+def masks_as_they_are() -> Iterator[None]:
+    """While it lasts, `nn.Transformer` does not look at the values of its masks, for whether they are causal."""
+    import torch.nn.modules.transformer as module
+
+    before = module._detect_is_causal_mask
+    # It only picks a kernel: with False the mask itself is used, which says the same.
+    module._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = before
+
+
+@contextmanager
+def flex_attention_as(function: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, `flex_attention` is another function, wherever its name was imported to.
+
+    A model that has it has imported it: else this does nothing, since the import takes long.
+    """
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    if module is None or hasattr(module, "_autopar_function"):
+        yield
+        return
+
+    def stand_in(
+        query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: Any = None,
+        enable_gqa: Any = False, return_lse: Any = False, kernel_options: Any = None, *, return_aux: Any = None,
+    ) -> Any:  # fmt: skip
+        found = globals()["_autopar_function"]
+        options = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+        return found(query, key, value, *options, return_aux=return_aux)
+
+    # Its code, not its name: others have the function itself.
+    target, module._autopar_function = module.flex_attention, function  # type: ignore[attr-defined]
+    before, target.__code__ = target.__code__, stand_in.__code__
+    try:
+        yield
+    finally:
+        target.__code__ = before
+        del module._autopar_function
+
+
+@contextmanager
+def recurrent_dropout() -> Iterator[None]:
+    """While it lasts, recurrent layers are traced with dropout between them, which torch's decomposition forgets."""
+    # It asks for more layers than there are (``num_layers < i - 1``); the kernels that eager mode runs do drop.
+    import torch._decomp.decompositions as module
+
+    of_layers: Any = module._rnn_helper
+
+    def layer_by_layer(
+        input: torch.Tensor, hidden: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
+        bidirectional: bool, batch_first: bool, layer: Any,
+    ) -> Any:  # fmt: skip
+        input, last, each = input.transpose(0, 1) if batch_first else input, [], 1 + bidirectional
+        for i in range(num_layers):
+            own = slice(each * i, each * (i + 1))
+            input, states = of_layers(
+                input, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer
+            )
+            last += states
+            if dropout and train and i < num_layers - 1:
+                input = torch.dropout(input, dropout, train=True)
+        return input.transpose(0, 1) if batch_first else input, last
+
+    module._rnn_helper = layer_by_layer
+    try:
+        yield
+    finally:
+        module._rnn_helper = of_layers
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """While it lasts, `torch.compiler.is_compiling` says yes: models leave out checks that look at values."""
+    import torch.compiler as module
+
+    before = module._is_compiling_flag
+    module._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        module._is_compiling_flag = before

@@ -1,0 +1,91 @@
+"""Operators, modules and trees: what torch knows of them and tells nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend
+from torch.utils import _pytree
+
+from autopar._torch_compat.changed import without_modes
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""While one is entered, operators run without the part of torch that would record them for derivatives."""
+
+is_all_true = torch._is_all_true
+"""What `torch.distributions` asks of the values that it is given."""
+
+
+def hooks_of_all_modules() -> list[Callable[..., Any]]:
+    """Hooks that are called at every call of any module, as `register_module_forward_hook` registers them."""
+    from torch.nn.modules import module
+
+    tables = (module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks,
+              module._global_backward_pre_hooks)  # fmt: skip
+    return [hook for table in tables for hook in table.values()]
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number of the memory that a tensor lies in, on the meta device too: views of it have the same."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+def attention_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    shared: bool,
+) -> SDPBackend:
+    """The kernel that torch takes for attention in training; ``shared``: several heads of queries share a key."""
+    if isinstance(query, FakeTensor):
+        # Torch cannot be asked about tensors that are being traced; it asks for no values.
+        with without_modes():
+            query, key, value = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value))
+            bias = None if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+            return attention_kernel(query, key, value, bias, dropout_p, is_causal, shared)
+    with torch.enable_grad():
+        # Kernels may take other sizes where there is nothing to differentiate.
+        q, k, v = (t.detach().requires_grad_() for t in (query, key, value))
+        found: int = torch._fused_sdp_choice(q, k, v, bias, dropout_p, is_causal, enable_gqa=shared)
+    return SDPBackend(found)
+
+
+def scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``(a * scale_a) @ (b * scale_b)`` of float8 matrices, ``a`` row-major and ``b`` column-major, summed in float32.
+
+    Args:
+        a: ``[rows, depth]``.
+        b: ``[depth, columns]``.
+        scale_a: float32, ``[1, 1]`` or ``[rows, 1]``.
+        scale_b: float32, ``[1, 1]`` or ``[1, columns]``.
+        dtype: of the result.
+    """
+    # Without fast accumulation: tensor cores of Hopper add up some products in fewer bits with it.
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=False)
+
+
+def pytree_node(kind: type) -> Any:
+    """How torch's pytrees take an instance of a class apart (``flatten_fn``, ``unflatten_fn``); None: they do not."""
+    return _pytree.SUPPORTED_NODES.get(kind)
+
+
+def operator_database() -> list[Any]:
+    """Torch's operators with sample inputs, an `OpInfo` each; importing them takes seconds.
+
+    Raises:
+        ValueError: a package that torch's tests need is missing.
+    """
+    try:
+        from torch.testing._internal.common_methods_invocations import op_db
+    except ModuleNotFoundError as e:
+        raise ValueError(f"torch's operator samples need {e.name}: pip install {e.name}") from e
+    return list(op_db)
