@@ -64,7 +64,8 @@ def _refuse_split(optimizer: Optimizer) -> None:
             raise AutoparError(
                 f"optimizer {type(optimizer).__name__} cannot step on parameters that are split, such as the one "
                 f"of shape {list(split.shape)} that lies as {split.placements}: {_NEED_WHOLE[name]}. Keep "
-                "parameters whole by Search(recipe='ddp'), or take an optimizer that computes element by element, such as AdamW"
+                "parameters whole by Search(recipe='ddp'), or take an optimizer that computes element by element, such "
+                "as AdamW"
             )
 
 
