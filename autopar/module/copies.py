@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,9 +88,32 @@ def save(module: ParallelModule, name: str, method: Callable[..., Any], *args: A
         kwargs["state_dict"] = {k: full_tensor(v) if isinstance(v, DTensor) else v for k, v in state.items()}
     context = module._autopar.context
     writes = context.rank == 0
-    with whole_parameters(module, keep=writes), _config_kept(module._autopar.original):
+    # On rank 0: to name the adapters of a model PEFT may ask the hub, which another rank may not reach.
+    only = context.decide(lambda: _adapters_to_save(module, name, method, args, kwargs), f"{name}() of rank 0")
+    with whole_parameters(module, keep=writes, only=only), _config_kept(module._autopar.original):
         # Together, so that others neither read the file before it is there nor go on if the disk is full.
         return context.together(lambda: method(*args, **kwargs) if writes else None, f"{name}() of rank 0")
+
+
+def _adapters_to_save(
+    module: ParallelModule, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> frozenset[str] | None:
+    """Names of what `save_pretrained` of a PEFT model writes, by PEFT's own choice; None: everything, or not known."""
+    library, model = sys.modules.get("peft"), module._autopar.original
+    if library is None or name != "save_pretrained" or not isinstance(model, library.PeftModel):
+        return None
+    given = inspect.signature(method).bind(*args, **kwargs).arguments
+    if given.get("path_initial_model_for_weight_conversion") is not None:  # it computes with what it saves
+        return None
+    stand_ins = {n: torch.empty(v.shape, dtype=v.dtype, device="meta") for n, v in model.state_dict().items()}
+    chosen: list[torch.Tensor] = []
+    for adapter in given.get("selected_adapters") or model.peft_config:
+        asked = {"adapter_name": adapter, "save_embedding_layers": given.get("save_embedding_layers", "auto")}
+        chosen += library.get_peft_model_state_dict(model, state_dict=dict(stand_ins), **asked).values()
+    names = {id(stand_in): n for n, stand_in in stand_ins.items()}
+    if any(id(tensor) not in names for tensor in chosen):  # made of others
+        return None
+    return frozenset(names[id(tensor)] for tensor in chosen)
 
 
 @contextmanager
@@ -106,19 +131,32 @@ def _config_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def whole_parameters(module: ParallelModule, *, keep: bool, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Whole plain parameters in place of DTensors, on ranks that ``keep`` them; a collective call."""
+def whole_parameters(
+    module: ParallelModule, *, keep: bool, only: frozenset[str] | None = None, device: torch.device | str = "cpu"
+) -> Iterator[None]:
+    """Whole plain parameters in place of DTensors, on ranks that ``keep`` them; a collective call.
+
+    Args:
+        module: whose parameters.
+        keep: whether this rank needs them.
+        only: parameters that are gathered, under any of their names; None: all. The others stay as they are.
+        device: of the whole parameters.
+    """
     session, whole = module._autopar, {}
     session.require_values()
     types = session.types()
+    every = session.original.named_parameters(remove_duplicate=False)
+    wanted = None if only is None else {id(parameter) for name, parameter in every if name in only}
     # One parameter at a time, and those to save on the CPU: rank 0 need not have the whole model on its device.
     for name, parameter in module.named_parameters():
+        if wanted is not None and id(parameter) not in wanted:
+            continue
         known = types.get(name)
         full = full_tensor(on_all_stages(parameter, known[0], known[1], session.context) if known else parameter)
         if keep:
             whole[id(parameter)] = nn.Parameter(full.to(device), parameter.requires_grad)
     tables = [m._parameters for m in module.modules()] if keep else []
-    swapped = [(table, name, old) for table in tables for name, old in table.items() if old is not None]
+    swapped = [(table, name, old) for table in tables for name, old in table.items() if id(old) in whole]
     try:
         for table, name, old in swapped:
             table[name] = whole[id(old)]

@@ -84,3 +84,30 @@ def test_adapters_are_those_of_one_device(four: Ranks, two: Ranks, tmp_path: Pat
         require_equal(found[:2], expected[:2])
         assert float((found[2] - expected[2]).abs().max()) < TOLERANCE
     assert float((expected[2] - first[2]).abs().max()) > 1e-4
+
+
+def save(rank: int, folder: str) -> int:
+    """Adapters as one call writes them; how many elements were gathered for it."""
+    from autopar import Search, parallelize
+    from autopar.module import copies
+
+    model: Any = parallelize(
+        adapted(), mesh_of(2), token_batch(0), cluster=slow_devices(), search=Search(recipe="fsdp")
+    )
+    gathered, original = [], copies.full_tensor
+    copies.full_tensor = lambda tensor: gathered.append(tensor.numel()) or original(tensor)  # type: ignore[assignment, func-returns-value]
+    try:
+        model.save_pretrained(folder)
+    finally:
+        copies.full_tensor = original
+    return sum(gathered)
+
+
+def test_only_adapters_are_gathered(two: Ranks, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    counts = two.run(save, str(tmp_path / "ranks"))
+    adapted().save_pretrained(str(tmp_path / "plain"))
+    found, expected = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("ranks", "plain"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
+    assert counts == [sum(t.numel() for t in expected.values())] * 2

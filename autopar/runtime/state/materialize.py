@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from autopar.ir.layout import Layout, TensorType, is_held, local_shape, replicat
 from autopar.runtime.dtensor import block_ranges, local_block, plain_type, stored, stored_block, to_local
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.parameters import ParameterLayouts, checksum, lay_out
+
+LONGEST_NAME = 255
+"""Bytes of a file's name: file systems take no more, and say so by an error of their own."""
 
 MOST_BYTES = 64 * MIB
 """Of an index; that of a model of a thousand layers has one."""
@@ -207,8 +211,9 @@ def _files_of_index(index: Path) -> dict[str, Path]:
 def _beside(index: Path, name: str) -> Path:
     """The file of this name in the folder of the index, which must not lead out of it."""
     file = index.parent / name
-    if name != Path(name).name or "\\" in name or "\0" in name:
-        raise AutoparError(f"{index} names {name!r}, which is no name of a file beside it; download the folder again")
+    if name != Path(name).name or "\\" in name or "\0" in name or len(os.fsencode(name)) > LONGEST_NAME:
+        short = name if len(name) <= 100 else f"{name[:100]}..."
+        raise AutoparError(f"{index} names {short!r}, which is no name of a file beside it; download the folder again")
     # The cache of Hugging Face has links in the folder of a revision, into the blobs of the same model.
     blobs = index.parent.resolve().parent.parent / "blobs"
     if file.is_symlink() and file.resolve().parent != blobs:

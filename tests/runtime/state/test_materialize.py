@@ -49,7 +49,19 @@ def test_an_index_names_files_beside_it(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../a.safetensors", "/etc/passwd", "x/../a.safetensors", "..", ".", "", "x/a.safetensors", "a\0", "..\\a"]
+    "name",
+    [
+        "../a.safetensors",
+        "/etc/passwd",
+        "x/../a.safetensors",
+        "..",
+        ".",
+        "",
+        "x/a.safetensors",
+        "a\0",
+        "..\\a",
+        "x" * 256,
+    ],
 )
 def test_names_do_not_lead_out_of_the_folder(folder: Path, name: str) -> None:
     save_file({"weight": torch.ones(4, 4)}, folder.parent / "a.safetensors")
