@@ -107,7 +107,9 @@ class Device:
             if getattr(self, key) > 1:
                 raise ValueError(f"{key} is a share of the peak, at most 1, got {getattr(self, key)!r}")
         if self.alone < 1:
-            raise ValueError(f"alone says how many times as fast a device is, at least 1, got {self.alone!r}")
+            raise ValueError(
+                f"alone must be at least 1, how many times as fast a device is while others idle, got {self.alone!r}"
+            )
         # A bool is an int to Python: `units = true` in a file would count as 1.
         if isinstance(self.units, bool) or not isinstance(self.units, int) or not 1 <= self.units < 2**31:
             raise ValueError(f"units must be a positive integer, got {shown(self.units)}")

@@ -46,7 +46,7 @@ def run_together(
     by_work: list[tuple[float, int]] = []  # kernels that run, by the work at which they end
     by_time: list[tuple[float, int]] = []  # other tasks, by the second
     while startable or by_work or by_time:
-        rate = min(alone, devices / len(by_work)) if by_work else 1.0
+        rate = min(alone, max(1.0, devices / len(by_work))) if by_work else 1.0
         begins = startable[0][0] if startable else math.inf
         sent = by_time[0][0] if by_time else math.inf
         computed = now + (by_work[0][0] - work) / rate if by_work else math.inf
