@@ -66,8 +66,8 @@ def measure_collectives(
 
     Neighbors in a node form groups of level 0. Of several nodes, the processes with the same place in each form groups
     of level 1, all of which communicate at once; and so on for racks of nodes. If a node has four processes or more,
-    pairs of neighbors are timed as well, as axes of a mesh that share a node are smaller groups, and sums of groups with
-    two in each node, which share the node's cards.
+    pairs of neighbors are timed as well, as axes of a mesh that share a node are smaller groups. So are sums of groups
+    with two in each of several nodes, which share the node's cards.
 
     Args:
         device: of this rank's tensors.
