@@ -34,7 +34,8 @@ AXES = {"node": 2, "gpu": 2}
 WORLD = 4
 SEARCHED = "search"
 PLANS = (SEARCHED, "ddp", "fsdp", "hsdp", "megatron", "megatron-sequence")
-SPACES, ADDRESSES = ("autopar0", "autopar1"), ("10.77.0.1", "10.77.0.2")
+SPACES = (f"autopar{os.getpid()}a", f"autopar{os.getpid()}b")  # others may measure at the same time
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 def main() -> None:
@@ -109,8 +110,6 @@ def shaped(megabits: float | None, delay: float = 0.0) -> Iterator[list[list[str
 
     inside = [["ip", "netns", "exec", name] for name in SPACES]
     remove = [["ip", "netns", "del", name] for name in SPACES]
-    for command in remove:  # of a run that was killed
-        subprocess.run(command, check=False, capture_output=True)
     relay: subprocess.Popen[str] | None = None
     try:
         for name in SPACES:

@@ -117,6 +117,7 @@ OF_DEVICE: dict[str, list[Any]] = {
     "name": [1, "", "a\nb", None, "x" * 300], "flops": [{}, {"float32": 0}, {"float32": NAN}, {"int8": 1.0}, 1, None],
     "memory": [0, INF, *NO_NUMBER], "bandwidth": [0, INF, *NO_NUMBER], "launch": [0, INF, *NO_NUMBER],
     "efficiency": [0, 1.5, INF, *NO_NUMBER], "units": [0, *NO_WHOLE], "ramp": [INF, *NO_NUMBER], "kind": ["tpu", 1, None],
+    "alone": [0.9, INF, *NO_NUMBER],
 }  # fmt: skip
 OF_LINK: dict[str, list[Any]] = {
     "name": [1, "", "a\nb", None], "bandwidth": [0, INF, *NO_NUMBER], "latency": [0, INF, *NO_NUMBER],

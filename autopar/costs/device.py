@@ -51,7 +51,8 @@ class Device:
         launch: seconds that every kernel costs however little it does.
         efficiency: share of the peak that large matrix products reach; 1 where ``flops`` was measured.
         units: processors that each work on one tile of a matrix product at a time; 1: sizes are not quantized.
-        ramp: depth of a product, in elements, during which a tile could have been computed while it starts and ends.
+        ramp: depth of a product, in elements, during which a tile could have been computed while it starts and ends; of
+            one unit, rows or columns that could have been while a library puts the other operand into its own order.
         streaming: share of ``bandwidth`` that kernels which only move data reach; 1 where it was measured.
         host: seconds that the host needs to launch one kernel: devices that are faster wait for it.
         host_bandwidth: of the way to the host's memory, in bytes per second in one direction, of which copies reach the
@@ -60,6 +61,8 @@ class Device:
             see `autopar.costs.memory.convolution_copies`: 1 for oneDNN; 0 counts nothing.
         kind: of `KIND_NAMES`; it decides what the default budget leaves out, and no cost.
         fused: share of what large products reach that fused attention reaches, and a convolution.
+        alone: how many times as fast a device is while the others do nothing: processes that share cores take those of
+            one that waits. Every other figure is of devices that all work. 1: they share nothing.
 
     Raises:
         ValueError: a figure is not a positive number, or a dtype or the kind is unknown.
@@ -79,6 +82,7 @@ class Device:
     copies: float = 0.0
     kind: str = "cuda"
     fused: float = 1.0
+    alone: float = 1.0
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -95,13 +99,17 @@ class Device:
         flops = {d: _positive(f"flops.{d}", self.flops[d]) for d in RATES if d in self.flops}
         object.__setattr__(self, "flops", flops)
         # Figures from TOML may be integers: as floats, equal devices have equal texts and fingerprints.
-        for key in ("memory", "bandwidth", "launch", *_SHARES):
+        for key in ("memory", "bandwidth", "launch", "alone", *_SHARES):
             object.__setattr__(self, key, _positive(key, getattr(self, key)))
         for key in ("ramp", "host", "host_bandwidth", "copies"):
             object.__setattr__(self, key, _not_negative(key, getattr(self, key)))
         for key in _SHARES:
             if getattr(self, key) > 1:
                 raise ValueError(f"{key} is a share of the peak, at most 1, got {getattr(self, key)!r}")
+        if self.alone < 1:
+            raise ValueError(
+                f"alone must be at least 1, how many times as fast a device is while others idle, got {self.alone!r}"
+            )
         # A bool is an int to Python: `units = true` in a file would count as 1.
         if isinstance(self.units, bool) or not isinstance(self.units, int) or not 1 <= self.units < 2**31:
             raise ValueError(f"units must be a positive integer, got {shown(self.units)}")

@@ -131,10 +131,14 @@ def busy_seconds(work: Work, dtype: str, device: Device) -> Array:
     # A flat share of the peak; matrix products on devices of many units get their tiles below.
     products = work.rows > 0
     arithmetic = work.flops / np.where(products, rate, rate * device.fused)
-    # A CPU core works through a product without waves: its sizes are not quantized.
     if device.units > 1 and np.any(products):
         rates = rate * _alignment(work, dtype, device)
         arithmetic = np.where(products, _tiled(work, rates, device), arithmetic)
+    elif device.ramp:
+        # A CPU core works through a product without waves: its sizes are not quantized. But libraries copy operands
+        # into an order of their own, of which few rows, or few columns, make little use.
+        few = np.where(products, 1 / np.maximum(work.rows, 1) + 1 / np.maximum(work.columns, 1), 0.0)
+        arithmetic = arithmetic * (1 + device.ramp * few)
     return np.maximum(arithmetic, work.moved / (device.bandwidth * device.streaming))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.errors import DeadlockError
+from autopar.simulate.shared_cores import Times, run_together
 from autopar.simulate.tasks import Task
 from autopar.simulate.timeline import Timeline
 
@@ -20,7 +21,8 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     """Run tasks, each as early as its stream, its host and what it waits for allow.
 
     Takes time in proportion to the tasks and what they wait for. A task that starts earlier or takes less never makes
-    another later: the order on a stream is given, not chosen.
+    another later: the order on a stream is given, not chosen. Where devices share
+    cores (`Task.alone`) kernels take the less, the fewer devices compute.
 
     Args:
         tasks: in program order: the order in which a device's host launches them, and that of each stream.
@@ -34,6 +36,24 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     waits = _waits(tasks)
     launched = _launched(tasks)
     members, group_of = _groups(tasks)
+    if any(task.alone > 1 for task in tasks):
+        start, end, done = run_together(tasks, waits, launched, members, group_of)
+    else:
+        start, end, done = _run(tasks, waits, launched, members, group_of)
+    # A group in a circle is never startable.
+    if len(done) < len(tasks):
+        raise DeadlockError(_circle(tasks, waits, [members[group] for group in group_of], set(done)))
+    return Timeline(tasks, np.array(start), np.array(end), np.array(launched), np.array(done, dtype=np.int64))
+
+
+def _run(
+    tasks: Sequence[Task],
+    waits: Sequence[Sequence[int]],
+    launched: Sequence[float],
+    members: Sequence[Sequence[int]],
+    group_of: Sequence[int],
+) -> Times:
+    """Each task takes its seconds, whatever else runs; the arguments are those of `run_together`."""
     waiting: list[list[int]] = [[] for _ in tasks]
     pending = [0] * len(members)
     for index, sources in enumerate(waits):
@@ -58,10 +78,7 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
                 pending[group_of[waiter]] -= 1
                 if not pending[group_of[waiter]]:
                     startable.append(group_of[waiter])
-    # A group in a circle is never startable.
-    if len(done) < len(tasks):
-        raise DeadlockError(_circle(tasks, waits, [members[group] for group in group_of], set(done)))
-    return Timeline(tasks, np.array(start), np.array(end), np.array(launched), np.array(done, dtype=np.int64))
+    return start, end, done
 
 
 def _check(tasks: Sequence[Task]) -> None:

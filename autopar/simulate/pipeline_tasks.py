@@ -28,6 +28,7 @@ def pipeline(
     after: ArrayLike = 0.0,
     received: Mapping[Action, Action | None] | None = None,
     occupied: ArrayLike = 0.0,
+    alone: float = 1.0,
 ) -> list[Task]:
     """Tasks of a pipelined step.
 
@@ -50,6 +51,7 @@ def pipeline(
             `autopar.simulate.p2p_order`; default: as soon as it is sent, whatever the device does.
         occupied: seconds that a message between a stage and the next takes from each of the two devices; a number, or
             one for each stage but the last. Both ends' actions take so much longer.
+        alone: how many times as fast a device is while the others do nothing, see `autopar.costs.device.Device`.
 
     Raises:
         ValueError: there are neither one nor as many numbers as stages, or the order is not one of a whole step.
@@ -60,7 +62,7 @@ def pipeline(
     changes = _changes(saved, saved_for_weight, stages)
     needed = arrivals(order, devices, communication)
     more = _occupied(needed, occupied, stages)
-    tasks = _once("before all microbatches", before, len(order), host)
+    tasks = _once("before all microbatches", before, len(order), host, alone)
     position = _positions(needed, len(tasks))
     for action, (source, delay) in needed.items():
         device, name = devices[action.stage], str(action)
@@ -73,8 +75,8 @@ def pipeline(
             tasks.append(Task(f"receive for {name}", device, stream, delay, sources, COMMUNICATION, host))
             sources = (len(tasks) - 1,)
         seconds, size = float(durations[action.kind][action.stage]), float(changes[action.kind][action.stage])
-        tasks.append(_action_task(name, device, seconds + more[action], size, sources, host))
-    return tasks + _once("after all microbatches", after, len(order), host)
+        tasks.append(_action_task(name, device, seconds + more[action], size, sources, host, alone))
+    return tasks + _once("after all microbatches", after, len(order), host, alone)
 
 
 def _positions(needed: Mapping[Action, tuple[Action | None, float]], count: int) -> dict[Action, int]:
@@ -100,18 +102,20 @@ def _occupied(
     return found
 
 
-def _action_task(name: str, device: int, seconds: float, size: float, sources: tuple[int, ...], host: float) -> Task:
+def _action_task(
+    name: str, device: int, seconds: float, size: float, sources: tuple[int, ...], host: float, alone: float
+) -> Task:
     """The task of an action that adds ``size`` bytes, or frees them if negative."""
     # Memory is allocated when an action begins and freed when it ends: the peak is never underestimated.
     allocated = ((ACTIVATIONS, size),) if size > 0 else ()
     freed = ((ACTIVATIONS, size),) if size < 0 else ()
-    return Task(name, device, COMPUTE, seconds, sources, host=host, at_start=allocated, at_end=freed)
+    return Task(name, device, COMPUTE, seconds, sources, host=host, at_start=allocated, at_end=freed, alone=alone)
 
 
-def _once(name: str, seconds: ArrayLike, devices: int, host: float) -> list[Task]:
+def _once(name: str, seconds: ArrayLike, devices: int, host: float, alone: float) -> list[Task]:
     """What each device does once a step."""
     each = _each(name, seconds, devices)
-    return [Task(name, device, COMPUTE, float(s), host=host) for device, s in enumerate(each) if s]
+    return [Task(name, device, COMPUTE, float(s), host=host, alone=alone) for device, s in enumerate(each) if s]
 
 
 def arrivals(order: Order, devices: list[int], communication: ArrayLike) -> dict[Action, tuple[Action | None, float]]:

@@ -27,6 +27,7 @@ class Task:
         group: tasks of one group start at the same time, when the last of them can: the members of a collective.
         at_start: bytes by category that its start adds (or frees, if negative) on its device.
         at_end: the same of its end.
+        alone: how many times as fast a kernel is while no other device computes, see `autopar.costs.device.Device`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Task:
     group: int | None = None
     at_start: tuple[tuple[str, float], ...] = ()
     at_end: tuple[tuple[str, float], ...] = ()
+    alone: float = 1.0
 
     def __str__(self) -> str:
         return f"{self.name} (device {self.device}, {self.stream})"

@@ -82,6 +82,14 @@ def test_the_ramp_is_as_much_depth() -> None:
     assert seconds(product(256 * 108, 128, 4096 - 128), ramped) == pytest.approx(seconds(product(256 * 108, 128, 4096)))
 
 
+def test_few_rows_or_columns_of_a_core_are_slow() -> None:
+    core = Device("core", {"float32": 1e9}, 1.0, 1e30, 1e-30, ramp=16.0)
+    times = [float(busy_seconds(product(*sizes), "float32", core)[0]) for sizes in ((16, 1 << 20, 8), (1 << 20, 16, 8))]
+    assert times == pytest.approx([2 * 2 * 16 * (1 << 20) * 8 / 1e9] * 2, rel=1e-3)
+    deep = float(busy_seconds(product(1 << 20, 1 << 20, 8), "float32", core)[0])
+    assert deep == pytest.approx(2 * 8 * (1 << 40) / 1e9, rel=1e-3)
+
+
 def test_sizes_that_tensor_cores_cannot_load_at_once_are_slow() -> None:
     padded, odd = seconds(product(4096, 50304, 4096)), seconds(product(4096, 50257, 4096))
     assert odd == pytest.approx(padded / UNALIGNED)

@@ -137,6 +137,34 @@ def random_program(seed: int) -> list[Task]:
 programs = st.integers(0, 10**9).map(random_program)
 
 
+def sharing(tasks: list[Task], alone: float) -> list[Task]:
+    return [replace(t, alone=alone) for t in tasks]
+
+
+def test_a_device_alone_takes_the_cores_of_the_others() -> None:
+    one_by_one = [Task("x", 0, "a", 2), Task("y", 1, "a", 2, after=(0,))]
+    assert spans(sharing(one_by_one, 2.0)) == [(0, 1), (1, 2)]
+    at_once = [Task("x", 0, "a", 4), Task("y", 1, "a", 1)]
+    assert spans(sharing(at_once, 2.0)) == [(0, 2.5), (0, 1)]  # the last 3 seconds of x in half of the time
+    assert spans(sharing(at_once, 1.5)) == [(0, 3), (0, 1)]
+    beside = [Task("x", 0, "a", 4), Task("sent", 1, "link", 1, (), COMMUNICATION), Task("y", 1, "a", 1, after=(1,))]
+    assert spans(sharing(beside, 2.0)) == [(0, 2.5), (0, 1), (1, 2)]
+    with pytest.raises(DeadlockError, match=r"x .* waits for y"):
+        simulate(sharing([Task("x", 0, "a", 1, after=(1,)), Task("y", 0, "a", 1)], 2.0))
+
+
+@given(programs, st.floats(1.1, 4.0))
+def test_sharing_cores_loses_and_makes_no_work(tasks: list[Task], alone: float) -> None:
+    apart = simulate(tasks)
+    nearly = simulate(sharing(tasks, 1 + 1e-12))
+    assert nearly.start == pytest.approx(apart.start) and nearly.end == pytest.approx(apart.end)
+    # One stream of kernels a device: the cores are never more than all of them.
+    shared, devices = simulate(sharing(tasks, alone)), len({t.device for t in tasks})
+    work = sum(t.seconds for t in tasks if t.category == "compute")
+    assert shared.step_seconds >= work / devices - 1e-9
+    assert all(e - s >= t.seconds / alone - 1e-9 for s, e, t in zip(shared.start, shared.end, tasks, strict=True))
+
+
 def starts_by_definition(tasks: list[Task]) -> list[float]:
     """Push starts later until no rule is broken."""
     start = [0.0] * len(tasks)

@@ -66,7 +66,8 @@ def measure_collectives(
 
     Neighbors in a node form groups of level 0. Of several nodes, the processes with the same place in each form groups
     of level 1, all of which communicate at once; and so on for racks of nodes. If a node has four processes or more,
-    sums of groups with two in each node are timed as well, which share the node's cards.
+    pairs of neighbors are timed as well, as axes of a mesh that share a node are smaller groups. So are sums of groups
+    with two in each of several nodes, which share the node's cards.
 
     Args:
         device: of this rank's tensors.
@@ -90,8 +91,11 @@ def measure_collectives(
     found: list[Sample] = []
     timed = [(kind, level, 0, mesh.get_group(names[level])) for level in range(len(shape)) if shape[level] > 1
              for kind in KINDS]  # fmt: skip
-    # Groups with two members in each node, so that several of them share a node's cards.
     half = shape[0] // 2
+    if half > 1 and not shape[0] % 2:
+        pairs = DeviceMesh(device.type, torch.arange(world).reshape(-1, 2))
+        timed = [(kind, 0, 0, pairs.get_group(1)) for kind in KINDS] + timed
+    # Groups with two members in each node, so that several of them share a node's cards.
     if math.prod(shape[1:]) > 1 and half > 1 and not shape[0] % 2:
         ranks = torch.arange(world).reshape(-1, half).t().contiguous()
         timed.append(("all_reduce", 1, half, DeviceMesh(device.type, ranks).get_group(1)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.costs.calibrate.sample import ATTENTION, BEHIND, BESIDE, LAUNCH, Sample
+from autopar.costs.calibrate.sample import ALONE, ATTENTION, BEHIND, BESIDE, LAUNCH, Sample
 from autopar.costs.calibrate.several_starts import Floats, fit_within, require_scipy, scattered
 from autopar.costs.cluster import Cluster, Device, Link
 from autopar.costs.collectives import COLLECTIVES
@@ -24,7 +24,7 @@ def fit_device(samples: Sequence[Sample], *, name: str, memory: float, units: in
     """The device whose kernels take the times of the samples, as nearly as may be.
 
     Rates, bandwidth and launch are fitted as they are reached, so that efficiency and streaming are 1. The share that
-    attention reaches is fitted where there are samples of it, and on a device of several units the depth of the ramp.
+    attention reaches is fitted where there are samples of it, and so is the ramp.
     What counts is the ratio of predicted to measured seconds; outliers count less (least squares with a soft absolute
     loss, from the fastest of each kind and from around it).
 
@@ -46,14 +46,14 @@ def fit_device(samples: Sequence[Sample], *, name: str, memory: float, units: in
     fastest = {d: max(_flops(s) / s.seconds for s in products if s.dtype == d) for d in dtypes}
     bandwidth = max(s.sizes[0] / s.seconds for s in copies)
     launch = min(s.seconds for s in samples)
-    start = Device(name, fastest, memory, bandwidth, launch, units=units, ramp=64.0 if units > 1 else 0.0)
+    start = Device(name, fastest, memory, bandwidth, launch, units=units, ramp=64.0 if units > 1 else 8.0)
 
     has_attention = any(s.kind in ATTENTION and s.dtype in dtypes for s in samples)
 
     def device(logs: Floats) -> Device:
         # Logarithms keep the figures positive, and make a step of the fit relative to their size.
         values = [float(v) for v in np.exp(logs)]
-        ramp = values.pop() if units > 1 else 0.0
+        ramp = values.pop()
         fused = min(values.pop(), 1.0) if has_attention else 1.0
         return replace(
             start, bandwidth=values[0], launch=values[1], flops=dict(zip(dtypes, values[2:], strict=True)), ramp=ramp,
@@ -65,7 +65,7 @@ def fit_device(samples: Sequence[Sample], *, name: str, memory: float, units: in
         launch,
         *fastest.values(),
         *([0.5] if has_attention else []),
-        *([start.ramp] if units > 1 else []),
+        start.ramp,
     ]
     used = [s for s in samples if s.dtype in dtypes or s.kind == "copy"]
     return device(_least_squares(lambda logs: _ratios(used, kernels_seconds(used, device(logs))), first))
@@ -130,6 +130,17 @@ def fit_contention(samples: Sequence[Sample], cluster: Cluster) -> float:
     return float(minimize_scalar(loss, bounds=(0.0, 4.0), method="bounded").x)
 
 
+def fit_alone(samples: Sequence[Sample], device: Device) -> float:
+    """How many times as fast a device is while the others do nothing, see `Device.alone`: the median of the samples.
+
+    Args:
+        samples: of kernels of one process alone.
+        device: fitted to what all do at once.
+    """
+    together = kernels_seconds([replace(s, kind="matmul") for s in samples], device)
+    return max(1.0, float(np.median(together / [s.seconds for s in samples])))
+
+
 def fit_occupies(samples: Sequence[Sample], link: Link, launch: float) -> float:
     """The share of a reduction's seconds that kernels beside it lose, see `Link.occupies`: the median of the samples.
 
@@ -170,6 +181,8 @@ def predicted_seconds(
             found[i] = collectives_seconds([sample], link, device.launch)[0]
         elif sample.kind == LAUNCH:
             found[i] = device.host
+        elif sample.kind == ALONE:
+            found[i] = kernels_seconds([replace(sample, kind="matmul")], device)[0] / device.alone
         elif sample.kind == BEHIND:
             found[i] = links[sample.level].wait
         elif sample.kind == BESIDE:

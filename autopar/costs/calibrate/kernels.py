@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
-from autopar.costs.calibrate.sample import ATTENTION, LAUNCH, Sample
+from autopar.costs.calibrate.sample import ALONE, ATTENTION, LAUNCH, Sample
 
 Tick = Callable[[int, int, str], None]
 
@@ -44,13 +46,20 @@ SMALL = Kernels(
     (
         *((1, n, n, n) for n in (16, 64, 128, 256, 512, 1024)),
         *((1, 512, 512, depth) for depth in (8, 64, 2048)),
-        *((1, 64, 2048, 512), (1, 1000, 1000, 250)),
+        *((1, rows, 1024, 256) for rows in (16, 32, 128)),
+        *((1, 64, 2048, 512), (1, 1024, 32, 256), (1, 1000, 1000, 250)),
         *((16, 128, 128, 64), (64, 64, 64, 64)),
     ),
     ((1, 4, 128, 32), (2, 8, 256, 64)),
     tuple(4**i for i in range(3, 13)),
 )
-"""For a CPU: from what a launch takes to more than caches hold."""
+"""For a CPU: from what a launch takes to more than caches hold, and thin products, as those of microbatches are."""
+
+ALONE_SIZES = ((1, 256, 256, 256), (1, 512, 512, 512))
+"""Products that one process computes while the others do nothing."""
+
+COLD = 2**25
+"""Bytes of the operands that products of a CPU take by turns: weights come from memory where a step has used others."""
 
 LARGE = Kernels(
     (
@@ -105,13 +114,9 @@ def _kernels(
             # A batch of one is timed as aten.mm, which graphs have; bmm may run another kernel.
             shape = (batch,) if batch > 1 else ()
             a = torch.randn(*shape, rows, depth, device=device, dtype=dtype)
-            b = torch.randn(*shape, depth, columns, device=device, dtype=dtype)
-            yield (
-                "matmul",
-                dtype,
-                (batch, rows, columns, depth),
-                partial((aten.bmm if shape else aten.mm).default, a, b),
-            )
+            other = partial(torch.randn, *shape, depth, columns, device=device, dtype=dtype)
+            run = partial(_product, (aten.bmm if shape else aten.mm).default, a, _by_turns(other))
+            yield "matmul", dtype, (batch, rows, columns, depth), run
         for batch, heads, positions, head in chosen.attentions:
             # As graphs have them: heads behind positions, in memory.
             made = torch.randn(4, batch, positions, heads, head, device=device, dtype=dtype).transpose(2, 3)
@@ -125,6 +130,38 @@ def _kernels(
         source = torch.randn(count, device=device)
         # Bytes: each float32 is read and written.
         yield "copy", torch.float32, (2 * 4 * count,), partial(aten.clone.default, source)
+
+
+def _by_turns(made: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """One operand for ever, or on a CPU several of as many bytes as caches do not hold."""
+    first = made()
+    count = min(CALLS, COLD // first.nbytes) if first.device.type == "cpu" else 1
+    return itertools.cycle([first, *(made() for _ in range(count - 1))])
+
+
+def _product(multiply: Callable[..., torch.Tensor], a: torch.Tensor, others: Iterator[torch.Tensor]) -> torch.Tensor:
+    return multiply(a, next(others))
+
+
+def measure_alone(dtype: torch.dtype, enough: float, together: Callable[[float], float]) -> list[Sample]:
+    """Time products of each process of the process group while the others wait; the mean of all, on a CPU.
+
+    Args:
+        dtype: of the products.
+        enough: seconds of each, at least.
+        together: seconds of all processes from those of this one.
+    """
+    found = []
+    for sizes in ALONE_SIZES:
+        _, rows, columns, depth = sizes
+        a, made = torch.randn(rows, depth, dtype=dtype), partial(torch.randn, depth, columns, dtype=dtype)
+        run, own = partial(_product, aten.mm.default, a, _by_turns(made)), 0.0
+        for rank in range(dist.get_world_size()):
+            dist.barrier()
+            if rank == dist.get_rank():
+                own = _seconds(run, enough, replayed=False)
+        found.append(Sample(ALONE, str(dtype).removeprefix("torch."), sizes, together(own)))
+    return found
 
 
 def _attend(kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

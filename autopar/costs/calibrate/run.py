@@ -20,9 +20,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from autopar.costs.calibrate import collectives
 from autopar.costs.calibrate.allocator import keep_freed_memory
-from autopar.costs.calibrate.fit import fit_contention, fit_device, fit_link, fit_occupies, fit_wait
-from autopar.costs.calibrate.kernels import ENOUGH, Kernels, Tick, measure_kernels
-from autopar.costs.calibrate.sample import BEHIND, BESIDE, LAUNCH, Sample
+from autopar.costs.calibrate.fit import fit_alone, fit_contention, fit_device, fit_link, fit_occupies, fit_wait
+from autopar.costs.calibrate.kernels import ENOUGH, Kernels, Tick, measure_alone, measure_kernels
+from autopar.costs.calibrate.sample import ALONE, BEHIND, BESIDE, LAUNCH, Sample
 from autopar.costs.calibrate.several_starts import require_scipy
 from autopar.costs.cluster import Cluster
 from autopar.costs.collectives import COLLECTIVES
@@ -125,9 +125,15 @@ def measure(settings: Settings, device: torch.device, tick: Tick | None = None) 
         dist.all_reduce(total)
         return float(total) / dist.get_world_size()
 
-    alone = measure_kernels(device, dtypes, settings.kernels, enough=settings.enough, together=together, tick=tick)
-    return alone + collectives.measure_collectives(
-        device, groups=settings.groups, sizes=settings.sizes, runs=settings.runs, tick=tick
+    kernels = measure_kernels(device, dtypes, settings.kernels, enough=settings.enough, together=together, tick=tick)
+    # Processes share cores, but no GPUs.
+    alone = measure_alone(dtypes[0], settings.enough, together) if device.type == "cpu" else []
+    return (
+        kernels
+        + alone
+        + collectives.measure_collectives(
+            device, groups=settings.groups, sizes=settings.sizes, runs=settings.runs, tick=tick
+        )
     )
 
 
@@ -205,13 +211,14 @@ def cluster_of(
         units: see `autopar.costs.calibrate.fit.fit_device`.
     """
     on_links = [s for s in samples if s.kind in COLLECTIVES]
-    alone = [s for s in samples if s.kind not in (*COLLECTIVES, LAUNCH, BESIDE, BEHIND)]
+    kernels = [s for s in samples if s.kind not in (*COLLECTIVES, LAUNCH, ALONE, BESIDE, BEHIND)]
     launches = [s.seconds for s in samples if s.kind == LAUNCH]
-    fitted = fit_device(alone, name=base.device.name, memory=base.device.memory, units=units)
+    alone = [s for s in samples if s.kind == ALONE]
+    fitted = fit_device(kernels, name=base.device.name, memory=base.device.memory, units=units)
     reached = base.device.host_bandwidth * base.device.streaming  # fitted figures are what is reached
     device = replace(
         fitted, host=min(launches, default=base.device.host), host_bandwidth=reached, copies=base.device.copies,
-        kind=base.device.kind,
+        kind=base.device.kind, alone=fit_alone(alone, fitted) if alone else base.device.alone,
     )  # fmt: skip
     links, levels = list(base.links), sorted({s.level for s in on_links})
     for level in levels:

@@ -11,6 +11,9 @@ LAUNCH = "launch"
 """The kind of what a host takes to launch a kernel that a GPU has done before the next one comes."""
 
 
+ALONE = "alone"
+"""The kind of a product of one process while the others do nothing; its sizes are as of a matmul."""
+
 BESIDE, BEHIND = "beside", "behind"
 """Kinds of what kernels take longer beside a reduction, and of what a small reduction behind kernels does."""
 
@@ -21,7 +24,7 @@ class Sample:
 
     Attributes:
         kind: ``matmul``, ``attention``, ``causal`` (attention, too), ``training`` (with its backward), ``copy``,
-            ``launch``, ``beside``, ``behind``, or a collective's name in `autopar.costs.collectives`.
+            ``launch``, ``alone``, ``beside``, ``behind``, or a collective's name in `autopar.costs.collectives`.
         dtype: of its tensors.
         sizes: of a matmul: batch, rows, columns, depth; of attention: batch, heads, positions, head; of a copy: bytes
             read and written; of a collective: bytes, as `autopar.costs.collectives` counts them, and members.

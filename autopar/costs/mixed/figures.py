@@ -51,6 +51,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         launch=max(d.launch for d in devices),
         host=max(d.host for d in devices),
         copies=max(d.copies for d in devices),
+        alone=min(d.alone for d in devices),
     )
 
 
@@ -94,6 +95,7 @@ def pooled_device(devices: Sequence[Device], weights: Sequence[float]) -> Device
         launch=min(d.launch * w for d, w in both),
         host=min(d.host * w for d, w in both),
         copies=max(d.copies for d in devices),
+        alone=max(d.alone for d in devices),
     )
 
 

@@ -14,7 +14,7 @@ from autopar.costs.device import Device, Link, suggest
 
 _T = TypeVar("_T")
 
-_OPTIONAL = ("efficiency", "fused", "units", "ramp", "streaming", "host", "host_bandwidth", "copies")
+_OPTIONAL = ("efficiency", "fused", "units", "ramp", "streaming", "host", "host_bandwidth", "copies", "alone")
 FIGURES = ("memory", "bandwidth", "launch", *_OPTIONAL)
 """Of a device, besides its rates."""
 

@@ -44,7 +44,7 @@ def calibration_table(cluster: Cluster, samples: Sequence[Sample], fitted: Seque
     rates = ", ".join(f"{rate / 1e9:.4g} GFLOP/s in {dtype}" for dtype, rate in device.flops.items())
     rows = [
         ("device", device.name),
-        ("arithmetic", rates),
+        ("arithmetic", rates + (f", {device.alone:.2g} times as fast alone" if device.alone > 1 else "")),
         ("memory", f"{device.bandwidth / 1e9:.4g} GB/s"),
         ("launch", format_seconds(device.launch)),
         *(

@@ -58,7 +58,8 @@ class Regions:
         closing: the regions that it ends with: the last one, and the one before.
         from_parameters: inputs, and operators that compute from parameters, buffers and constants alone.
         filling: operators of the backward pass from which one gradient of a parameter is computed, and nothing else.
-        gradients: those of them whose values are the gradient, in whatever form.
+        gradients: values that are such a gradient, in whatever form: results of those operators, and of operators that
+            have several, such as the backward of a layer norm, those for a parameter.
         readers: by value, the operators by which the forward and the backward pass first read it.
         working: the regions with products and attention; kernels of others take little time.
         chunkable: by value, the kinds of collectives beside which there is a product of their rows: what a product
@@ -73,7 +74,7 @@ class Regions:
     closing: tuple[str, str]
     from_parameters: frozenset[fx.Node]
     filling: frozenset[fx.Node]
-    gradients: frozenset[fx.Node]
+    gradients: frozenset[Value]
     readers: Mapping[tuple[Value, bool], fx.Node]
     working: frozenset[str]
     chunkable: Mapping[Value, frozenset[str]]
@@ -101,7 +102,7 @@ class Regions:
         if hoisted:
             return BEFORE, BLOCKING
         own = self.names.get(node, self.opening[0])
-        if node in self.gradients:
+        if value in self.gradients:
             return own, GRADIENT
         # What the forward pass does not read is moved in the backward pass the first time, too.
         late = backward or ((value, False) not in self.readers and (value, True) in self.readers) or is_backward(node)
@@ -137,7 +138,7 @@ def _regions(program: Program) -> Regions:
     working = frozenset(name for node, name in names.items() if node.target in _PRODUCTS)
     return Regions(
         program, names, *_units(program, names, readers), opening, closing, static, filling, gradients, readers,
-        working, _chunkable(program, static | gradients),
+        working, _chunkable(program, static, gradients),
     )  # fmt: skip
 
 
@@ -178,30 +179,39 @@ def _from_parameters(program: Program) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
-def _towards_gradients(program: Program) -> tuple[frozenset[fx.Node], frozenset[fx.Node]]:
-    """Operators from which one gradient of a parameter is computed and nothing else; those whose values it is."""
-    users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+def _towards_gradients(program: Program) -> tuple[frozenset[fx.Node], frozenset[Value]]:
+    """Operators from which one gradient of a parameter is computed and nothing else; values that are one."""
+    users: dict[Value, list[fx.Node]] = defaultdict(list)
     for node, sources in program.sources.items():
-        for source in dict.fromkeys(source for source, _ in sources):
+        for source in dict.fromkeys(sources):
             users[source].append(node)
-    ends: dict[fx.Node, set[str]] = defaultdict(set)
+    ends: dict[Value, set[str]] = defaultdict(set)
     for output, value in zip(program.outputs, program.output_values, strict=True):
         if value is not None:
             # Whatever else is returned is no gradient of a parameter: two names, so that it is not alone.
-            ends[producer(value)[0]] |= {output.name} if output.kind == "gradient" else {"", " "}
+            ends[producer(value)] |= {output.name} if output.kind == "gradient" else {"", " "}
+    results: dict[fx.Node, list[Value]] = defaultdict(list)
+    for result in dict.fromkeys([*users, *ends]):
+        results[result[0]].append(result)
     filling: dict[fx.Node, str] = {}
-    kept: set[fx.Node] = set()
+    gradients: set[Value] = set()
     for node in reversed(program.sources):
-        reached = {filling.get(user, "") for user in users[node]} | ends[node]
-        if not is_backward(node) or len(reached) != 1 or "" in reached:
+        if not is_backward(node):
             continue
-        filling[node] = next(iter(reached))
-        if all(user in kept and len(program.sources[user]) == 1 for user in users[node]):
-            kept.add(node)
-    return frozenset(filling), frozenset(kept)
+        reached = {r: {filling.get(user, "") for user in users[r]} | ends[r] for r in results[node]}
+        of_all = set[str]().union(*reached.values())
+        if len(of_all) == 1 and "" not in of_all:
+            filling[node] = next(iter(of_all))
+        for result, own in reached.items():
+            alone = len(own) == 1 and "" not in own
+            if alone and all((u, 0) in gradients and len(program.sources[u]) == 1 for u in users[result]):
+                gradients.add(result)
+    return frozenset(filling), frozenset(gradients)
 
 
-def _chunkable(program: Program, others: Collection[fx.Node]) -> dict[Value, frozenset[str]]:
+def _chunkable(
+    program: Program, static: Collection[fx.Node], gradients: Collection[Value]
+) -> dict[Value, frozenset[str]]:
     """As `autopar.sharding.chunks.sites` looks for products in the rewritten graph: through reshapes, and a sum."""
     read: set[Value] = set()
     for node in reversed(program.sources):
@@ -221,7 +231,7 @@ def _chunkable(program: Program, others: Collection[fx.Node]) -> dict[Value, fro
     found: dict[Value, frozenset[str]] = {value: frozenset({"all_gather"}) for value in read}
     for value in made | added:
         found[value] = found.get(value, frozenset()) | {"all_reduce", "reduce_scatter"}
-    return {value: kinds for value, kinds in found.items() if value[0] not in others}
+    return {value: kinds for value, kinds in found.items() if value[0] not in static and value not in gradients}
 
 
 def _readers(

@@ -154,14 +154,14 @@ def _open_microbatches(tree: SearchTree, numbers: Counts, i: int) -> None:
     # In more microbatches the devices of a stage are not faster.
     coarser = [p for (mesh, n), p in tree.free.items() if mesh == shapes[0].mesh and count % n == 0]
     devices = shapes[0].devices
-    least = tree.floor_of(shapes[0]) * min(idle_factor(a, count, tree.speeds(a)) for a in shapes)
+    least = tree.floor_of(shapes[0]) * min(idle_factor(a, count, tree.speeds(a), tree.alone) for a in shapes)
     alike = max(coarser, key=lambda p: p.certificate.lower_bound, default=None)
     bound, seconds = least, least
     checked: float | None = least
     if alike is not None:
         bound = max(least, alike.certificate.lower_bound / devices)
         checked = None if alike.certificate.checked is None else max(least, alike.certificate.checked / devices)
-        least_bubble = min(bubble(a, name, count) for a in shapes for name in a.schedules)
+        least_bubble = min(bubble(a, name, count, tree.alone) for a in shapes for name in a.schedules)
         seconds = alike.predicted.step_seconds / devices * (1 + least_bubble)
     expand = partial(_plan_stage_devices, tree, numbers, i)
     tree.open.append(Subproblem(max(bound, seconds), bound, expand, checked))
@@ -186,8 +186,8 @@ def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
         own, seconds = free.certificate, free.predicted.step_seconds / first.devices
         checked = None if own.checked is None else own.checked / first.devices
         for a, allowed in possible:
-            promised = seconds * (1 + min(bubble(a, name, count) for name in allowed))
-            least = tree.floor_of(a) * idle_factor(a, count, tree.speeds(a))
+            promised = seconds * (1 + min(bubble(a, name, count, tree.alone) for name in allowed))
+            least = tree.floor_of(a) * idle_factor(a, count, tree.speeds(a), tree.alone)
             bound = max(own.lower_bound / a.devices, least)
             expand = partial(_cut_into_stages, tree, part, a, allowed)
             tree.open.append(Subproblem(promised, bound, expand, checked))

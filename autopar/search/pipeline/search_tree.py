@@ -144,6 +144,12 @@ class SearchTree:
         mean = sum(rates[m] for m in devices.machines) / shape.devices
         return tuple(rates[m] / mean for m in devices.machines)
 
+    @property
+    def alone(self) -> float:
+        """How many times as fast a device is while the others idle, of the kind of which that is the most."""
+        cluster = self.job.cluster
+        return max([cluster.device.alone, *(g.own_device.alone for g in cluster.groups)])
+
     def floor_of(self, shape: PipelineShape) -> float:
         """Seconds that no step with stages on this mesh falls below, idle time left out."""
         if self.devices(shape).alike:

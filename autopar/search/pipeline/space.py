@@ -263,21 +263,30 @@ def restrictions_inside(restrictions: Restrictions, axes: Mapping[str, int], axi
     return replace(restrictions, layouts=layouts)
 
 
-def idle_factor(a: PipelineShape, count: int, speeds: Sequence[float]) -> float:
-    """How much longer than its work such a pipeline takes at least, by the speeds of the devices along its axis."""
+def idle_factor(a: PipelineShape, count: int, speeds: Sequence[float], alone: float) -> float:
+    """How much longer than its work such a pipeline takes at least, by the speeds of the devices along its axis.
+
+    Args:
+        a: the shape.
+        count: of microbatches.
+        speeds: of the devices in the order of the pipeline, 1 on average.
+        alone: how many times as fast a device is while the others idle.
+    """
     split = a.virtual > 1 or any(splits(name) for name in a.schedules)
     if split or (any(is_table(name) for name in a.schedules) and len(set(speeds)) > 1):
         return 1.0
-    return least_idle_factor([speeds[c] for c in a.coordinates], count)
+    return max(1.0, least_idle_factor([speeds[c] for c in a.coordinates], count) / alone)
 
 
-def bubble(a: PipelineShape, schedule: str, count: int) -> float:
+def bubble(a: PipelineShape, schedule: str, count: int, alone: float = 1.0) -> float:
     """About what idling adds to the work, where stages are alike and a backward pass takes twice its forward.
 
     Two thirds of the idle time are waits for backward passes; where these are split, their parts for the weights, half
-    of them, and those of earlier microbatches fill the time.
+    of them, and those of earlier microbatches fill the time. What shares its cores with those that idle is up to
+    ``alone`` times as fast meanwhile.
     """
-    return (a.devices - 1) / (a.virtual * count) / (3 if splits(schedule) else 1)
+    idle = (a.devices - 1) / (a.virtual * count) / (3 if splits(schedule) else 1)
+    return max(0.0, (1 + idle) / alone - 1)
 
 
 def least_idle_factor(speeds: Sequence[float], count: int) -> float:

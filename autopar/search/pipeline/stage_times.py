@@ -41,6 +41,7 @@ class StageTime:
         messages_to_previous: likewise.
         inside: bytes that one of its devices sends to the others in a step, by axis.
         collectives: of a step, how many of each kind there are along each axis.
+        alone: how many times as fast its device is while the others do nothing.
     """
 
     forward: float
@@ -56,6 +57,7 @@ class StageTime:
     messages_to_previous: float
     inside: Mapping[str, float]
     collectives: Mapping[tuple[str, str], float]
+    alone: float = 1.0
 
 
 def step_seconds(stages: Sequence[StageTime], order: Order) -> float:
@@ -64,11 +66,18 @@ def step_seconds(stages: Sequence[StageTime], order: Order) -> float:
 
 
 def busiest(stages: Sequence[StageTime], order: Order) -> float:
-    """Seconds that the device works which has the most to do in a step."""
+    """Seconds that the device works which has the most to do in a step: no step is shorter.
+
+    Of devices that share cores, the mean counts, or that device while it has all that it can use.
+    """
     devices, times = device_of(order), sum(a.kind == FORWARD for row in order for a in row) / len(stages)
     work = [s.before + times * (s.forward + s.backward) + s.after for s in stages]
-    # Stages of one device add up.
-    return float(np.bincount(devices, work, len(order)).max())
+    each = np.bincount(devices, work, len(order))  # stages of one device add up
+    return float(max(each.mean(), each.max() / _alone(stages)))
+
+
+def _alone(stages: Sequence[StageTime]) -> float:
+    return max(s.alone for s in stages)
 
 
 def step_tasks(
@@ -85,6 +94,7 @@ def step_tasks(
     return pipeline(
         order, forward, for_input, backward - for_input, sends, saved=saved, saved_for_weight=saved_for_weight,
         before=ends[0], after=ends[1], received=receives(order), occupied=[s.occupied for s in stages[:-1]],
+        alone=_alone(stages),
     )  # fmt: skip
 
 
@@ -170,6 +180,7 @@ def times_of_stages(
                 messages_to_previous=float(len(to_previous)),
                 inside=inside,
                 collectives=collectives,
+                alone=plan.cluster.device.alone,
             )
         )
     return stages

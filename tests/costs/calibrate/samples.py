@@ -8,7 +8,7 @@ from autopar.costs.calibrate.kernels import Kernels
 from autopar.costs.calibrate.sample import ATTENTION
 from autopar.costs.cluster import Device, Link
 
-CPU = Device("a CPU", {"float32": 4e10, "float64": 2e10}, 4e9, 8e9, 3e-6)
+CPU = Device("a CPU", {"float32": 4e10, "float64": 2e10}, 4e9, 8e9, 3e-6, ramp=12.0)
 GPU = Device("a GPU", {"bfloat16": 3e14}, 8e10, 2e12, 5e-6, units=108, ramp=200.0, fused=0.4)
 INNER, OUTER = Link("inner", 3e9, 4e-5), Link("outer", 2e8, 3e-4)
 

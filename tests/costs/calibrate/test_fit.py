@@ -8,8 +8,8 @@ import pytest
 
 from autopar.costs.calibrate import Sample, cluster_of, fit_device, fit_link, predicted_seconds
 from autopar.costs.calibrate.collectives import HIDDEN, KINDS, _levels
-from autopar.costs.calibrate.kernels import LARGE, SMALL, Kernels
-from autopar.costs.calibrate.sample import ATTENTION, BEHIND, BESIDE, LAUNCH
+from autopar.costs.calibrate.kernels import ALONE_SIZES, LARGE, SMALL, Kernels
+from autopar.costs.calibrate.sample import ALONE, ATTENTION, BEHIND, BESIDE, LAUNCH
 from autopar.costs.cluster import Cluster, Device, Link
 from autopar.errors import RankError
 from autopar.explain.tables.calibration import calibration_dict, calibration_plot, calibration_table
@@ -78,17 +78,19 @@ def test_racks_and_what_groups_lose_that_share_cards() -> None:
     assert "contention 0.7" in calibration_table(found, crowded, times.tolist(), width=100)
 
 
-def test_what_kernels_lose_to_collectives_is_found_again() -> None:
-    true = replace(INNER, wait=3e-3, occupies=0.4)
-    made = [Sample(BESIDE, "float32", (size, 4), 1.0) for size in HIDDEN] + [Sample(BEHIND, "float32", (4096, 4), 1.0)]
-    times = predicted_seconds(made, CPU, [true])
+def test_what_kernels_lose_to_collectives_and_each_other_is_found_again() -> None:
+    true, device = replace(INNER, wait=3e-3, occupies=0.4), replace(CPU, alone=1.7)
+    made = [Sample(ALONE, "float32", sizes, 1.0) for sizes in ALONE_SIZES]
+    made += [Sample(BESIDE, "float32", (size, 4), 1.0) for size in HIDDEN] + [Sample(BEHIND, "float32", (4096, 4), 1.0)]
+    times = predicted_seconds(made, device, [true])
     made = [replace(s, seconds=float(t)) for s, t in zip(made, times, strict=True)]
     samples = [*kernels(CPU, SMALL), *collectives(INNER, 0, 4, CPU.launch), *made]
     found = cluster_of(samples, Cluster.preset("cpu"), name="found", groups=(4,))
     assert (found.links[0].wait, found.links[0].occupies) == pytest.approx((3e-3, 0.4), rel=0.05)
+    assert found.device.alone == pytest.approx(1.7, rel=0.05)
     assert Cluster.from_toml(found.to_toml()) == found
     table = calibration_table(found, made, times.tolist(), width=100)
-    assert "until all are there" in table and "occupies the" in table
+    assert "until all are there" in table and "occupies the" in table and "1.7 times as fast alone" in table
 
 
 def test_groups_of_processes_are_checked() -> None:

@@ -58,7 +58,7 @@ def test_levels_of_links_and_groups_that_share_them() -> None:
     cluster, samples = found
     assert cluster.group_sizes == (4,) and len(cluster.links) == 2
     levels = [(s.level, s.stride, s.sizes[1]) for s in samples if s.kind == "all_reduce"]
-    assert levels == [(0, 0, 4)] * 2 + [(1, 0, 2)] * 2 + [(1, 2, 4)]
+    assert levels == [(0, 0, 2)] * 2 + [(0, 0, 4)] * 2 + [(1, 0, 2)] * 2 + [(1, 2, 4)]
 
 
 def test_processes_that_take_too_long_are_ended() -> None:

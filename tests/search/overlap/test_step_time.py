@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
@@ -94,6 +95,19 @@ def test_what_hides_takes_the_device_for_its_share(recipe: str) -> None:
     without = solve(program, {"gpu": 8}, "h100", search=search).predicted
     hidden = without.communication_seconds + without.compute_seconds - without.step_seconds
     assert plan.predicted.step_seconds > without.step_seconds + 0.5 * link.occupies * hidden
+
+
+def test_gradients_of_norms_are_reduced_beside_kernels() -> None:
+    """One operator computes them and the gradient of what is normed, which alone is waited for."""
+    program, _, _ = models.captured("gpt2")
+    regions, norms = regions_of(program), 0
+    for node in program.sources:
+        if node.target is torch.ops.aten.native_layer_norm_backward.default:
+            norms += 1
+            kinds = [regions.of_move((node, i), backward=True)[1] for i in range(3)]
+            assert kinds == [WAITED, GRADIENT, GRADIENT]
+            assert node not in regions.filling
+    assert norms
 
 
 def test_the_pin_overlap() -> None:

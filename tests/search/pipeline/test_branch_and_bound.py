@@ -21,7 +21,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import order
 from autopar.search.options import Search
-from autopar.search.pipeline.space import PipelineShape, bubble, least_idle_factor
+from autopar.search.pipeline.space import PipelineShape, bubble, idle_factor
 from autopar.simulate import pipeline, simulate
 from autopar.verify.verify import compare, global_values
 
@@ -122,13 +122,14 @@ def test_little_memory_is_for_a_schedule_with_few_under_way() -> None:
     st.integers(1, 12),
     st.sampled_from(["gpipe", "1f1b"]),
     st.floats(0.1, 0.9),
+    st.sampled_from([1.0, 1.4, 2.0]),
 )
-def test_later_stages_wait(stages: list[float], count: int, schedule: str, ahead: float) -> None:
+def test_later_stages_wait(stages: list[float], count: int, schedule: str, ahead: float, alone: float) -> None:
     devices = len(stages)
     forward, backward = ([share * t for t in stages] for share in (ahead, 1 - ahead))
-    took = simulate(pipeline(order(schedule, devices, count), forward, backward, 0.0)).step_seconds
-    work = count * sum(stages) / devices
-    assert took >= work * least_idle_factor([1.0] * devices, count) * (1 - 1e-9)
+    took = simulate(pipeline(order(schedule, devices, count), forward, backward, 0.0, alone=alone)).step_seconds
+    work, shape = count * sum(stages) / devices, PipelineShape((("pp", devices),), "pp", devices, 1, (schedule,))
+    assert took >= work * idle_factor(shape, count, [1.0] * devices, alone) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,8 @@ def test_what_waiting_adds_to_the_work(schedule: str, virtual: int, devices: int
     work = 3.0 * count * virtual
     way = PipelineShape((("pp", devices),), "pp", devices, virtual, (schedule,))
     assert simulate(tasks).step_seconds / work - 1 == pytest.approx(bubble(way, schedule, count))
+    shared = simulate([replace(t, alone=2.0) for t in tasks]).step_seconds
+    assert shared / work - 1 >= bubble(way, schedule, count, alone=2.0) - 1e-9
 
 
 @pytest.mark.parametrize(
