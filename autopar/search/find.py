@@ -15,7 +15,6 @@ from autopar.search.budget.budget_problem import BudgetProblem, peak_bytes
 from autopar.search.budget.cutoff import PrunedError
 from autopar.search.budget.within_budget import plan_by_axes, plan_within
 from autopar.search.formulation.build import Formulation
-from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
 from autopar.search.overlap.combine import combined
@@ -158,11 +157,7 @@ class _Rounds:
     @property
     def all_hidden(self) -> Weights:
         """Weights that price communication only where nothing can hide it."""
-        axes = self.job.axes
-        # Where nothing tells axes of the same size and link apart.
-        alike = self.job.restrictions == Restrictions() and not self.job.quantized
-        sizes = tuple(axes.values()) if alike else ()
-        return Weights(step_time_of(self.program, self.job.cluster.link_for(axes), self.job.graphs, sizes))
+        return Weights(step_time_of(self.program, self.job.cluster.link_for(self.job.axes), self.job.graphs))
 
     @property
     def proof(self) -> _Found:

@@ -89,8 +89,8 @@ def build(
     stateless = weights is not None and all(v.state is None for v in variables)
     if not stateless:
         return Formulation(Problem(nodes, edges), variables, peak_point)
-    told = (partial(of, context, variables, joined) for of in (features_of, spent))
-    return Formulation(Problem(nodes, edges), variables, peak_point, *told)
+    features, among = partial(features_of, context, variables, joined), partial(spent, context, variables, joined)
+    return Formulation(Problem(nodes, edges), variables, peak_point, features, among)
 
 
 def _variables(context: BuildContext) -> list[Variable]:

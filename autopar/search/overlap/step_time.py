@@ -64,21 +64,19 @@ def no_features(axes: int) -> Floats:
     return np.zeros(2 + _KINDS * axes)
 
 
-def step_time_of(program: Program, links: Sequence[Link], graphs: int = 1, sizes: Sequence[int] = ()) -> StepTime:
+def step_time_of(program: Program, links: Sequence[Link], graphs: int = 1) -> StepTime:
     """How the time of a step of the whole model follows from its regions.
 
     Args:
         program: canonical program of one microbatch.
         links: of the mesh's axes.
         graphs: see `StepTime`.
-        sizes: of the mesh's axes; default: all are different.
     """
     regions, repeat = regions_of(program), program.repeat
     units = regions.units if repeat is None else repeat.extrapolate(regions.units, regions_of(repeat.shorter).units)
     # Other programs are cut anywhere: a stage may begin with less than a block.
     count, occupies = 1 if repeat is None else graphs, tuple(link.occupies for link in links)
-    kinds = tuple(zip(sizes, links, strict=True)) if sizes else ()
-    return StepTime(regions, len(links), program.part.count, units, count, occupies, kinds)
+    return StepTime(regions, len(links), program.part.count, units, count, occupies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +90,6 @@ class StepTime:
         units: blocks of each region, of the whole model.
         graphs: so many graphs of stages the blocks are cut into.
         occupies: of each axis's link, see `autopar.costs.device.Link`; empty: nothing.
-        kinds: size and link of each axis; of two axes that are alike these are equal. Empty: all are different.
     """
 
     regions: Regions
@@ -101,7 +98,6 @@ class StepTime:
     units: Mapping[str, float] = field(default_factory=dict)
     graphs: int = 1
     occupies: tuple[float, ...] = ()
-    kinds: tuple[tuple[int, Link], ...] = ()
 
     def rows(self, region: str) -> Mapping[str, Floats]:
         """Seconds of a region's rows are the sum of features with these factors, ``[rows, features]`` by region.

@@ -105,40 +105,17 @@ class Weights:
         # In units of a plan's time: HiGHS's tolerances are absolute.
         unit = max(self.step.seconds(plans[0]), 1e-30)
         cuts = np.array([np.concatenate([self.step.seconds_of_rows(r, f) for r in regions]) for f in plans]) / unit
-        alike = self._alike(counts)
-        cuts = cuts @ alike
         floor = np.concatenate([self._floor(r, n) for r, n in zip(regions, counts, strict=True)])
         best = _highest(cuts, floor, ends)
         if best is None:  # Ctrl-C
             return self, bound
-        best = alike @ best
         most = float((cuts @ best).min()) * unit
         center = np.concatenate([self._rows(r) for r in regions])
         level = (1 - LEVEL) * bound + LEVEL * most
         near = _nearest(cuts, level / unit, floor, ends, center)
-        found = best if near is None else alike @ near
+        found = best if near is None else near
         each = zip(regions, itertools.pairwise(ends), strict=True)
         return replace(self, rows={r: found[a:b] for r, (a, b) in each}), most
-
-    def _alike(self, counts: Sequence[int]) -> Floats:
-        """``[rows, rows]``: takes the mean over the rows of axes of the same size and link, region by region.
-
-        A plan with two such axes exchanged takes the same time, so that its cut is one as well. The function of the
-        weights is concave: it is highest where the weights of such axes are the same, so that no others are tried.
-
-        Args:
-            counts: rows of each region.
-        """
-        axes, kinds = self.step.axes, self.step.kinds or range(self.step.axes)
-        same = np.array([[float(a == b) for b in kinds] for a in kinds])
-        mean = same / same.sum(axis=1, keepdims=True)
-        # Two rows of kernels, one for each link, and where there are microbatches, one more for each.
-        offsets = (2, 2 + axes) if self.step.microbatches > 1 else (2,)
-        found = np.eye(sum(counts))
-        for begin in np.cumsum([0, *counts])[:-1].tolist():
-            for first in (begin + k for k in offsets):
-                found[first : first + axes, first : first + axes] = mean
-        return found
 
     def _floor(self, region: str, count: int) -> Floats:
         """The least weight of each row."""

@@ -18,8 +18,8 @@ from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job, Search
 from autopar.search.overlap.combine import step_seconds
-from autopar.search.overlap.regions import BEFORE, BLOCKING, GATHER, regions_of
-from autopar.search.overlap.step_time import StepTime, feature, no_features, step_time_of
+from autopar.search.overlap.regions import BEFORE, regions_of
+from autopar.search.overlap.step_time import StepTime, step_time_of
 from autopar.search.overlap.weights import Weights
 from autopar.search.predict import predict, step_features
 from autopar.search.random_plan import random_plan
@@ -125,21 +125,6 @@ def test_the_level_method_reaches_the_best_weights_of_known_plans() -> None:
         best, bound = (weights, least(weights)) if least(weights) > bound else (best, bound)
     assert most - bound < 1e-3 * most
     assert bound <= min(best.step.seconds(known) for known in features) * (1 + 1e-9)
-
-
-def test_axes_that_are_alike_have_the_same_weights() -> None:
-    """A cut that sends along one of them is one of the other as well, so that the highest bound is that of both."""
-    regions = regions_of(parts("llama", 1)[0])
-    region, axes = next(iter(regions.units)), len(AXES)
-    step = StepTime(regions, axes, 1, regions.units)
-    sent = no_features(axes)
-    sent[feature(BLOCKING, 0, axes)], sent[feature(GATHER, 0, axes)] = 1.0, 3.0
-    alike = replace(step, kinds=tuple((2, link) for link in [H100.links[0]] * axes))
-    (apart, most), (same, least) = (Weights(s).at_level([{region: sent}], 0.0) for s in (step, alike))
-    assert least < most
-    rows = same.rows[region]
-    assert rows[2] == pytest.approx(rows[3], rel=1e-9) and apart.rows[region][2] > 1.5 * apart.rows[region][3]
-    assert float(same.prices(region) @ sent) <= least * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.deep)])
