@@ -1,4 +1,4 @@
-"""How long does a plan take, and how much memory? Llama-3-8B on 256 devices, 405B on 16,384, seven small models on 8.
+"""How long does a plan take, and how much memory? Llama-3-8B on 256 devices, 405B on 16,384, eight small models on 8.
 
 Each case runs in a process of its own. Capture (export and the joint graph) is timed apart from what follows
 (dimension analysis, candidates, search, prediction), by the clock and in CPU time, which a busy machine disturbs less.
@@ -32,7 +32,7 @@ COLUMNS = ("case", "capture_s", "after_s", "cpu_s", "peak_GiB", "graph", "classe
 def main() -> None:
     """Run the cases and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="seven small models on axes a=2,b=2,c=2")
+    parser.add_argument("--small", action="store_true", help="eight small models on axes a=2,b=2,c=2")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases that contain TEXT")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds of the search in each case")
     parser.add_argument("--serial", action="store_true", help="as if no collective ran beside kernels")
@@ -171,7 +171,7 @@ def llama3(name: str, layers: int) -> tuple[Any, Any]:
 
 
 def small(name: str) -> tuple[Any, Any]:
-    """One of seven small models with a batch; each returns its loss."""
+    """One of eight small models with a batch; each returns its loss."""
     import torch
     import transformers as hf
     from torch import nn
