@@ -1,4 +1,4 @@
-"""How long does a plan take, and how much memory? Llama-3-8B on 256 devices, 405B on 16,384, seven small models on 8.
+"""How long does a plan take, and how much memory? Llama-3-8B on 256 devices, 405B on 16,384, eight small models on 8.
 
 Each case runs in a process of its own. Capture (export and the joint graph) is timed apart from what follows
 (dimension analysis, candidates, search, prediction), by the clock and in CPU time, which a busy machine disturbs less.
@@ -23,14 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 LLAMA = [f"llama3-8b {layers} {memory}" for layers in (4, 32) for memory in ("none", "80GiB", "8GiB")]
 LLAMA += ["llama3-405b 126 72GiB"]
 LLAMA += [f"llama3-8b-on-three-axes 32 {memory}" for memory in ("none", "24GiB", "12GiB")]
-SMALL = ["mlp", "encoder", "cnn", "gpt2", "llama", "bert", "vit"]
+LLAMA += ["llama3-8b-on-four-axes 32 none"]
+SMALL = ["mlp", "encoder", "cnn", "gpt2", "llama", "bert", "vit", "mixtral"]
+THREE, FOUR = {"node": 4, "rail": 8, "gpu": 8}, {"pod": 2, "node": 4, "rail": 8, "gpu": 8}
 COLUMNS = ("case", "capture_s", "after_s", "cpu_s", "peak_GiB", "graph", "classes", "objective_ms", "gap", "method")
 
 
 def main() -> None:
     """Run the cases and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="seven small models on axes a=2,b=2,c=2")
+    parser.add_argument("--small", action="store_true", help="eight small models on axes a=2,b=2,c=2")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases that contain TEXT")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds of the search in each case")
     parser.add_argument("--serial", action="store_true", help="as if no collective ran beside kernels")
@@ -116,10 +118,10 @@ def measure(case: str, time_limit: float, whole: bool, check: bool, serial: bool
     torch.set_num_threads(1)
     name, *rest = case.split()
     if name.startswith("llama3-"):
-        model, batch = llama3(name.removesuffix("-on-three-axes"), int(rest[0]))
+        model, batch = llama3(name.partition("-on-")[0], int(rest[0]))
         axes, cluster = {"node": 32 if name == "llama3-8b" else 2048, "gpu": 8}, "h100"
-        if name.endswith("on-three-axes"):
-            axes = {"node": 4, "rail": 8, "gpu": 8}
+        for end, more in (("three-axes", THREE), ("four-axes", FOUR)):
+            axes = more if name.endswith(end) else axes
         memory = None if rest[1] == "none" else rest[1]
     else:
         model, batch = small(name)
@@ -169,7 +171,7 @@ def llama3(name: str, layers: int) -> tuple[Any, Any]:
 
 
 def small(name: str) -> tuple[Any, Any]:
-    """One of seven small models with a batch; each returns its loss."""
+    """One of eight small models with a batch; each returns its loss."""
     import torch
     import transformers as hf
     from torch import nn
@@ -203,6 +205,11 @@ def small(name: str) -> tuple[Any, Any]:
     zero = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if name == "bert":
         return hf.BertForMaskedLM(hf.BertConfig(vocab_size=128, **zero, **sizes)), text
+    if name == "mixtral":
+        config = hf.MixtralConfig(
+            vocab_size=128, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False, **sizes
+        )
+        return hf.MixtralForCausalLM(config), text
     if name == "vit":
         config = hf.ViTConfig(image_size=32, patch_size=8, num_labels=16, **zero, **sizes)
         return hf.ViTForImageClassification(config), {"pixel_values": images["x"], "labels": images["labels"]}

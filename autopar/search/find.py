@@ -17,6 +17,7 @@ from autopar.search.budget.within_budget import plan_by_axes, plan_within
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
+from autopar.search.overlap.combine import combined
 from autopar.search.overlap.simulated import simulated_seconds
 from autopar.search.overlap.step_time import Floats, step_time_of
 from autopar.search.overlap.weights import Weights
@@ -43,6 +44,9 @@ binds, of which each round takes long, and for the stages of pipelines, of which
 HOPELESS_APART = 1.5
 """Where the plan of least memory needs this multiple of the budget with its collectives waited for one by one, no other
 plan of that kind is searched: layouts that are best where nothing is hidden may need less."""
+
+MOST_COMBINED = 40
+"""Labelings of which one is made up: the fastest."""
 
 NEAR, SIMULATED = 1.05, 4
 """Of the plans that take at most this multiple of the best one's time, so many are simulated."""
@@ -126,12 +130,19 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
         bound, seconds = rounds.bound, rounds.best.predicted.step_seconds
         try:
             rounds.search(weights)
+        except PrunedError:
+            # These weights are about all plans, so that none is much faster than the one known before.
+            if rounds.proven is None and rounds.best.predicted.step_seconds >= job.cutoff.enough:
+                raise
+            break
         except InfeasibleError:
             break
         gained = max(rounds.bound - bound, seconds - rounds.best.predicted.step_seconds)
         # What memory costs is not a matter of weights, and each round searches it anew.
         if rounds.found[-1][0].plan.certificate.method == LAGRANGIAN and gained < CLOSE * seconds:
             break
+    if job.graphs == 1 and rounds.above_bound(CLOSE):
+        rounds.combine()
     return rounds.result()
 
 
@@ -223,6 +234,20 @@ class _Rounds:
             return
         self.plans.append(self._predicted(plan))
         self.cuts.append(self._features(plan))
+
+    def combine(self) -> None:
+        """Look at the fastest labeling that those known make up, if it is faster than any of them."""
+        built, step = self.built, self.all_hidden.step
+        if built is None or built.spent is None or len(self.labelings) < 2:
+            return
+        known = sorted(self.labelings.values(), key=lambda each: step.seconds(each[1]))
+        pool = [labels for labels, _ in known[:MOST_COMBINED]]
+        labels = combined(built.problem, built.spent, step, pool, max(1.0, self.deadline - time.monotonic()))
+        if labels is None:
+            return
+        problem = self._problem(self.strongest)
+        problem.met.append((built, labels))
+        self._look_at(problem)
 
     def above_bound(self, share: float) -> bool:
         """Whether more than a share of the best plan's time is above the bound of the plans that are searched."""

@@ -157,9 +157,12 @@ def moved_bytes(type_: TensorType, move: Move, sizes: Sequence[int], load: Seque
     """Bytes by which the move's collective is charged: the larger of the local tensors before and after."""
     if move.bits:
         return sizes[move.axis] * quantized_bytes(shard_of(type_, move, sizes), move.bits)
-    # Terms are cast to the dtype of the sum before they are sent.
-    whole = type_.numel * item_bytes(sum_dtype(type_) if reduces(move.kind) else type_.dtype)
-    return whole / min(held_parts(layout, sizes, load) for layout in (move.source, move.target))
+    return _sent_whole(type_, move) / min(held_parts(layout, sizes, load) for layout in (move.source, move.target))
+
+
+def _sent_whole(type_: TensorType, move: Move) -> float:
+    """Bytes of the whole tensor, as a move sends it: terms are cast to the dtype of the sum before they are sent."""
+    return type_.numel * item_bytes(sum_dtype(type_) if reduces(move.kind) else type_.dtype)
 
 
 def shard_of(type_: TensorType, move: Move, sizes: Sequence[int]) -> int:
@@ -244,7 +247,7 @@ class Redistributions:
         groups: dict[tuple[str, int], list[int]] = {}
         for i, move in enumerate(moves):
             groups.setdefault((move.collective, move.axis), []).append(i)
-        size = np.array([moved_bytes(self.type, m, self.machine.sizes, self.machine.load) for m in moves])
+        size = np.array([self._moved_bytes(move) for move in moves])
         for (kind, axis), members in groups.items():
             # Along an axis of one device nothing is emitted; no move is free, or plans could make it at will.
             if self.machine.sizes[axis] == 1:
@@ -253,6 +256,15 @@ class Redistributions:
                 ring = COLLECTIVES[kind](size[members], self.machine.sizes[axis], links[axis])
                 seconds[members] += ring + launch
         return seconds
+
+    def _moved_bytes(self, move: Move) -> float:
+        """`moved_bytes` by the parts that are known already."""
+        if move.bits:
+            return moved_bytes(self.type, move, self.machine.sizes, self.machine.load)
+        parts = self.parts
+        return _sent_whole(self.type, move) / min(
+            float(parts[self.index[move.source]]), float(parts[self.index[move.target]])
+        )
 
     def message_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """What `sent_seconds` has of latency and launch: values that are sent together take it once."""
@@ -480,8 +492,7 @@ class Redistributions:
             if i in gone:
                 found[:, i] = 0
             elif units[i] > 1:
-                size = moved_bytes(self.type, move, self.machine.sizes, self.machine.load)
-                link = self.machine.links[move.axis]
+                size, link = self._moved_bytes(move), self.machine.links[move.axis]
                 first = float(COLLECTIVES[move.collective](size / units[i], self.machine.sizes[move.axis], link))
                 first = min(first + self.machine.device.launch, float(sent[i]))
                 found[1 + axes + move.axis, i] = sent[i] - first
@@ -533,8 +544,11 @@ class Redistributions:
         seconds: NDArray[np.float64] = self.seconds[chosen]
         if (prices == prices[:, :1]).all():
             return seconds * prices[:, 0]
-        apart = self.apart(chunks)[:, chosen[0], chosen[1]]
-        return np.where(np.isfinite(seconds), np.einsum("kab,bk->ab", apart, prices), np.inf)
+        # Prices differ by when a value is moved, so that they are few: each prices all layouts in one product.
+        different, which = np.unique(prices, axis=0, return_inverse=True)
+        apart = self.apart(chunks)
+        priced = (different @ apart.reshape(len(apart), -1)).reshape(-1, *apart.shape[1:])
+        return np.where(np.isfinite(seconds), priced[which[None, :], chosen[0], chosen[1]], np.inf)
 
     def path(self, source: Layout, target: Layout) -> tuple[Move, ...]:
         """The cheapest moves from ``source`` to ``target``.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import autopar
@@ -9,6 +11,9 @@ from autopar import Search
 from autopar.compiler import solve
 from autopar.costs.cluster import Cluster
 from autopar.ir.layout import Split
+from autopar.search.budget.cutoff import Cutoff, PrunedError
+from autopar.search.find import find_plan
+from autopar.search.options import Job
 from tests import models as zoo
 
 
@@ -53,6 +58,21 @@ def test_three_axes_are_solved_to_the_gap() -> None:
     search = Search(pins={"overlap": "none"}, cache=False)
     certificate = solve(program, {"a": 2, "b": 2, "c": 2}, Cluster.preset("cpu"), search=search).certificate
     assert certificate.gap <= 1e-3
+
+
+def test_a_bound_of_later_weights_ends_the_search_for_a_faster_plan() -> None:
+    """It is about all plans of a variant; the bound of the first weights, which the certificate had, is far off."""
+    program, dims, _ = zoo.captured("cnn")
+    search = Search(cache=False, padding=False)
+    job = Job({"a": 2, "b": 2, "c": 2}, Cluster.preset("cpu"), search=search)
+    bounds: list[float] = []
+    plan = find_plan(program, dims, replace(job, progress=lambda _, incumbent, bound: bounds.append(bound)))
+    known = plan.certificate
+    cutoff = Cutoff(known.lower_bound)
+    assert min(b for b in bounds if b > 0) < cutoff.enough  # the first weights do not end it
+    with pytest.raises(PrunedError) as caught:
+        find_plan(program, dims, replace(job, cutoff=cutoff))
+    assert cutoff.enough <= caught.value.bound <= known.objective
 
 
 def test_within_a_budget_three_axes_have_the_bound_of_all_plans() -> None:

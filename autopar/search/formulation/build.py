@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from autopar.ir.program import Program
-from autopar.search.formulation.connections import Connection, connections, features_of
+from autopar.search.formulation.connections import Connection, connections, features_of, spent
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.program_point import LiveRangeTable, ProgramPoint
@@ -44,12 +44,14 @@ class Formulation:
         peak_point: the program point at which several labelings together hold the most; None if that is not known.
         features: seconds in each region of a step under a labeling, see `autopar.search.overlap.step_time`; None where
             nothing overlaps, or where there is a choice of states.
+        spent: the same of some labels of each variable, and of pairs of them.
     """
 
     problem: Problem
     variables: tuple[Variable, ...]
     peak_point: Callable[[Sequence[Ints]], ProgramPoint] | None = None
     features: Callable[[Ints], dict[str, Floats]] | None = None
+    spent: Callable[[Sequence[Ints]], Iterator[tuple[int, int | None, str, Floats]]] | None = None
 
 
 def build(
@@ -85,8 +87,10 @@ def build(
         return live.peak(variables, labelings)
 
     stateless = weights is not None and all(v.state is None for v in variables)
-    features = partial(features_of, context, variables, joined) if stateless else None
-    return Formulation(Problem(nodes, edges), variables, peak_point, features)
+    if not stateless:
+        return Formulation(Problem(nodes, edges), variables, peak_point)
+    features, among = partial(features_of, context, variables, joined), partial(spent, context, variables, joined)
+    return Formulation(Problem(nodes, edges), variables, peak_point, features, among)
 
 
 def _variables(context: BuildContext) -> list[Variable]:

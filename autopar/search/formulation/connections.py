@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.search.formulation.variables.context import BuildContext
 from autopar.search.formulation.variables.tensors import is_loss
 from autopar.search.formulation.variables.variable import (
@@ -87,35 +89,90 @@ def features_of(
         joined: their connections.
         labels: one for each variable.
     """
-    assert context.weights is not None
-    regions, axes = context.weights.step.regions, len(context.sizes)
-    found: defaultdict[str, Floats] = defaultdict(lambda: no_features(axes))
+    found: defaultdict[str, Floats] = defaultdict(lambda: no_features(len(context.sizes)))
     number = {v.key: i for i, v in enumerate(variables)}
     made = {c.target: int(variables[number[c.source]].ports[c.out][labels[number[c.source]]])
             for c in joined if c.shares(context)}  # fmt: skip
     for variable, label in zip(variables, labels, strict=True):
         if variable.seconds is not None:
-            node = context.classes.members[variable.key][0]
-            which = FILLING if node in regions.filling and not variable.invariant else KERNELS
-            found[BEFORE if variable.invariant else regions.names[node]][which] += variable.seconds[label]
+            region, which = _of_kernels(context, variable)
+            found[region][which] += variable.seconds[label]
     for c in joined:
         i, j = number[c.source], number[c.target]
-        when = int(variables[j].reads[labels[j]])
-        table = context.tables.of(variables[i].types[c.out])
         row, column = variables[i].ports[c.out][labels[i]], variables[j].ports[c.into][labels[j]]
         if made.get(c.source) == column:  # the reader takes it as it was made
             continue
-        times = c.weight * (1 if when == BEFORE_MICROBATCHES else c.moves)
-        node = context.classes.members[c.value[0]][0]
-        reader = context.classes.members.get(c.reader, (None,))[0]
-        region, kind = regions.of_move(
-            (node, c.value[1]), backward=when == IN_BACKWARD, hoisted=when == BEFORE_MICROBATCHES, reader=reader
-        )
-        parts = times * table.apart(context.chunks(*c.value))[:, row, column]
-        sent, hidden, messages = parts[1:-1].reshape(3, axes)
-        found[region][KERNELS] += parts[0] + parts[-1] * (kind in BLOCKING_KINDS)
-        found[region][feature(kind, 0, axes) : feature(kind, axes, axes)] += (
-            sent + regions.share(region, kind) * messages
-        )
-        found[region][feature(CHUNKED, 0, axes) : feature(CHUNKED, axes, axes)] += hidden
+        region, per_second = _of_moves(context, c, int(variables[j].reads[labels[j]]))
+        apart = context.tables.of(variables[i].types[c.out]).apart(context.chunks(*c.value))
+        found[region] += per_second @ apart[:, row, column]
     return dict(found)
+
+
+def spent(
+    context: BuildContext, variables: Sequence[Variable], joined: Sequence[Connection], labels: Sequence[Ints]
+) -> Iterator[tuple[int, int | None, str, Floats]]:
+    """The same of each variable, and of each connection, for some labels of each variable.
+
+    Args:
+        context: of a problem with weights.
+        variables: of the problem, without states.
+        joined: their connections.
+        labels: some of each variable.
+
+    Yields:
+        A variable, None, the region and ``[features, labels]``; and two connected variables, the region and
+        ``[features, labels, labels of the second]``.
+    """
+    number = {v.key: i for i, v in enumerate(variables)}
+    for i, variable in enumerate(variables):
+        if variable.seconds is not None:
+            region, which = _of_kernels(context, variable)
+            found = np.zeros((len(no_features(len(context.sizes))), len(labels[i])))
+            found[which] = variable.seconds[labels[i]]
+            yield i, None, region, found
+    for c in joined:
+        i, j = number[c.source], number[c.target]
+        row, column = variables[i].ports[c.out][labels[i]], variables[j].ports[c.into][labels[j]]
+        # Without states a variable has one time at which it reads.
+        region, per_second = _of_moves(context, c, int(variables[j].reads[0]))
+        apart = context.tables.of(variables[i].types[c.out]).apart(context.chunks(*c.value))
+        found = np.tensordot(per_second, apart[:, row[:, None], column[None, :]], 1)
+        found[:, variables[i].made[labels[i]][:, None] == column[None, :] + 1] = 0  # read as it was made
+        # Members of a class that read each other have one label.
+        yield (i, None, region, np.diagonal(found, axis1=1, axis2=2)) if i == j else (i, j, region, found)
+
+
+def _of_kernels(context: BuildContext, variable: Variable) -> tuple[str, int]:
+    """The region in which an operator runs, and the feature that its kernels are."""
+    assert context.weights is not None
+    regions, node = context.weights.step.regions, context.classes.members[variable.key][0]
+    if variable.invariant:
+        return BEFORE, KERNELS
+    return regions.names[node], FILLING if node in regions.filling else KERNELS
+
+
+def _of_moves(context: BuildContext, joined: Connection, when: int) -> tuple[str, Floats]:
+    """The region of a connection's moves, and what a second of each part of them is of its features.
+
+    Args:
+        context: of a problem with weights.
+        joined: the connection.
+        when: its reader reads, see `Variable.reads`.
+
+    Returns:
+        The region, and ``[features, 2 + 3 axes]``, see `Redistributions.chunked_seconds`.
+    """
+    assert context.weights is not None
+    regions, axes = context.weights.step.regions, len(context.sizes)
+    node = context.classes.members[joined.value[0]][0]
+    reader = context.classes.members.get(joined.reader, (None,))[0]
+    region, kind = regions.of_move(
+        (node, joined.value[1]), backward=when == IN_BACKWARD, hoisted=when == BEFORE_MICROBATCHES, reader=reader
+    )
+    found = np.zeros((len(no_features(axes)), 2 + 3 * axes))
+    found[KERNELS, 0], found[KERNELS, -1] = 1, kind in BLOCKING_KINDS
+    for axis in range(axes):
+        found[feature(kind, axis, axes), 1 + axis] = 1
+        found[feature(CHUNKED, axis, axes), 1 + axes + axis] = 1
+        found[feature(kind, axis, axes), 1 + 2 * axes + axis] = regions.share(region, kind)
+    return region, found * (joined.weight * (1 if when == BEFORE_MICROBATCHES else joined.moves))

@@ -17,6 +17,7 @@ from autopar.search.budget.within_budget import plan_within
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job, Search
+from autopar.search.overlap.combine import step_seconds
 from autopar.search.overlap.regions import BEFORE, regions_of
 from autopar.search.overlap.step_time import StepTime, step_time_of
 from autopar.search.overlap.weights import Weights
@@ -98,6 +99,10 @@ def test_features_of_a_labeling_are_what_it_costs_under_any_weights(name: str, m
             # Labels may charge a reader for a slice of a value that it takes as made; the best do not.
             charged = evaluate(formulation.problem, labels)[0]
             assert cost == pytest.approx(charged, rel=1e-9) if best_of is formulation else cost <= charged * (1 + 1e-9)
+            # Label by label, and pair by pair, it is the same.
+            assert formulation.spent is not None
+            seconds = step_seconds(formulation.spent, weights.step, labels)
+            assert seconds == pytest.approx(weights.step.seconds(features), rel=1e-9)
             # A plan is a cut: its longest rows bound its time, and no bound is above the cost of any plan.
             assert bound <= cost * (1 + 1e-9) <= weights.step.seconds(features) * (1 + 2e-9)
 
