@@ -142,17 +142,23 @@ def test_the_first_blocks_may_be_others() -> None:
     assert len(short.sources) < len(whole.sources)
     total = sum(state_bytes(whole, "adamw").values())
     assert sum(state_bytes(short, "adamw").values()) == total
-    for memory in (None, total / 2):
-        assert_same(solve(short, {"a": 4}, EAGER, memory=memory), solve(whole, {"a": 4}, EAGER, memory=memory))
-    staged = Search(pins={"stages": 2, "stage_axis": "b", "microbatches": 4, "schedule": "1F1B"})
+    assert_same(solve(short, {"a": 4}, EAGER), solve(whole, {"a": 4}, EAGER))
+    staged = Search(pins={"stages": 2, "stage_axis": "b", "microbatches": 4, "schedule": "1f1b"})
     found = solve(short, {"b": 2, "a": 2}, EAGER, memory=total, search=staged)
-    assert found.stages[0].modules[-1] == "layers.4"  # the wide ones count, and so does what is beside the blocks
-    assert [m for stage in found.stages for m in stage.modules if m.startswith("layers")] == [
-        f"layers.{i}" for i in range(9)
-    ]
     expected = solve(whole, {"b": 2, "a": 2}, EAGER, memory=total, search=staged)
-    assert found.predicted.step_seconds == pytest.approx(expected.predicted.step_seconds, rel=0.02)
+    assert found.stages == expected.stages
+    assert found.predicted.step_seconds == pytest.approx(expected.predicted.step_seconds, rel=1e-3)
+    assert sum(found.predicted.peak_bytes.values()) == pytest.approx(
+        sum(expected.predicted.peak_bytes.values()), rel=0.01
+    )
     assert found.parameters == expected.parameters
+
+
+@pytest.mark.deep
+def test_others_at_the_beginning_within_a_budget() -> None:
+    whole, short = both("deep", 9, odd=2)
+    memory = sum(state_bytes(whole, "adamw").values()) / 2
+    assert_same(solve(short, {"a": 4}, EAGER, memory=memory), solve(whole, {"a": 4}, EAGER, memory=memory))
 
 
 def test_padding_is_that_of_the_whole_model() -> None:
