@@ -33,12 +33,14 @@ class Shortened(NamedTuple):
         layers: blocks that the whole model has; None: nothing was left out.
         reason: why nothing was left out.
         path: name of the list of blocks.
+        lead: how many blocks at the beginning are others than the rest, and are all there.
     """
 
     model: nn.Module
     layers: int | None
     reason: str = ""
     path: str = ""
+    lead: int = 0
 
 
 def shorten(model: nn.Module, count: int = COUNT) -> Shortened:
@@ -46,8 +48,9 @@ def shorten(model: nn.Module, count: int = COUNT) -> Shortened:
 
     Blocks are alike if their modules are of the same classes with the same settings, and their parameters and buffers
     of the same shapes and dtypes, and none is shared. Only a block's own number may differ: in its place they get what
-    cannot be read (`UnreadableNumber`). Any other setting that differs may change what the block computes: then nothing
-    is left out, and the reason says so.
+    cannot be read (`UnreadableNumber`). Any other setting that differs may change what the block computes. Blocks at
+    the beginning may be others, such as the dense layers before mixtures of experts: they all stay, and so many of
+    those alike. Else nothing is left out, and the reason says so.
     """
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > count]
     # A list of leaves, such as linear layers, is no list of blocks.
@@ -64,14 +67,43 @@ def shorten(model: nn.Module, count: int = COUNT) -> Shortened:
         return Shortened(model, None, f"blocks of {name} share parameters")
     # All blocks, not only those that are captured: one odd layer in the middle would be lost.
     described = [_description(block) for block in blocks]
-    # A setting that counts up with the blocks (``layer_idx``) is the block's own number.
-    numbers = {key for key in described[0] if _is_block_number([d.get(key) for d in described])}
+    odd, lead = _odd_one(described), 0
+    if odd is not None:
+        lead = len(described) - _alike_at_the_end(described)
+        if len(described) - lead <= count:
+            return Shortened(
+                model, None, f"{name}.{odd[0]}.{odd[1]} differs from that of {name}.0".replace("..", ".")
+            )  # fmt: skip
+    numbers = _block_numbers(described[lead:])
+    few = [_without_numbers(block, numbers) for block in list(blocks)[lead : lead + count]]
+    shorter = nn.ModuleList([*list(blocks)[:lead], *few])
+    return Shortened(_with(model, name.split("."), shorter), len(blocks), path=name, lead=lead)
+
+
+def _block_numbers(described: Sequence[dict[str, Any]]) -> set[str]:
+    """The settings that count up with the blocks (``layer_idx``): a block's own number."""
+    return {key for key in described[0] if _is_block_number([d.get(key) for d in described])}
+
+
+def _odd_one(described: Sequence[dict[str, Any]]) -> tuple[int, str] | None:
+    """The first block that is unlike the first, and in which setting; None: all are alike."""
+    numbers = _block_numbers(described)
     for number, description in enumerate(described):
         found = next((k for k in _differences(described[0], description) if k not in numbers), None)
         if found is not None:
-            return Shortened(model, None, f"{name}.{number}.{found} differs from that of {name}.0".replace("..", "."))
-    few = nn.ModuleList([_without_numbers(block, numbers) for block in list(blocks)[:count]])
-    return Shortened(_with(model, name.split("."), few), len(blocks), path=name)
+            return number, found
+    return None
+
+
+def _alike_at_the_end(described: Sequence[dict[str, Any]]) -> int:
+    """How many blocks at the end are alike: of two that follow each other, settings tell which are not."""
+    count = 1
+    while count < len(described) and _odd_one(described[-count - 1 :][:2]) is None:
+        count += 1
+    # Neighbors may be alike by a setting that counts up here and stays the same there.
+    while _odd_one(described[-count:]) is not None:
+        count -= 1
+    return count
 
 
 def _is_block_number(values: Sequence[Any]) -> bool:

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from autopar.capture.fewer_layers import shorten
+from autopar.capture.fewer_layers import Shortened, shorten
 from autopar.errors import AutoparError
 from autopar.ir.graph import module_path
 from autopar.ir.program import SHORT, Program, RepeatedLayers
@@ -40,28 +40,31 @@ def abridge(
     """
     # Three blocks: the first, the last, and one in the middle that stands for all others.
     short = shorten(model, SHORT)
-    reason = short.reason or _told_apart(model, short.path, pins)
+    reason = short.reason or _told_apart(model, short, pins)
     if not reason:
         assert short.layers is not None
-        say(f"capturing {SHORT} of the {short.layers} blocks of {short.path}")
+        alike = short.layers - short.lead
+        say(f"capturing {short.lead + SHORT} of the {short.layers} blocks of {short.path}")
         try:
             three, two = make(short.model), make(shorten(model, SHORT - 1).model)
         except AutoparError as e:  # the whole model fails in the same way, or it does not
             reason = f"three blocks alone fail: {e}"
         else:
-            reason = _differs(three, two, short.path)
+            repeat = RepeatedLayers(short.path, alike, two, short.lead)
+            reason = _differs(three, repeat)
             if not reason:
-                return replace(three, repeat=RepeatedLayers(short.path, short.layers, two))
+                return replace(three, repeat=repeat)
     say(f"capturing the whole model: {reason}")
     return make(model)
 
 
-def _told_apart(model: nn.Module, path: str, pins: Iterable[str]) -> str:
-    """A pin that holds for some blocks only."""
+def _told_apart(model: nn.Module, short: Shortened, pins: Iterable[str]) -> str:
+    """A pin that holds for some of the alike blocks only."""
     alike: dict[str, list[str]] = defaultdict(list)
     for name in (name for named in (model.named_parameters(), model.named_modules()) for name, _ in named):
-        if name.startswith(f"{path}."):
-            alike[name.removeprefix(f"{path}.").partition(".")[2]].append(name)
+        number, _, rest = name.removeprefix(f"{short.path}.").partition(".")
+        if name.startswith(f"{short.path}.") and int(number) >= short.lead:
+            alike[rest].append(name)
     for pattern in pins:
         for names in alike.values():
             if len({fnmatchcase(name, pattern.partition(":")[0]) for name in names}) > 1:
@@ -69,8 +72,9 @@ def _told_apart(model: nn.Module, path: str, pins: Iterable[str]) -> str:
     return ""
 
 
-def _differs(three: Program, two: Program, path: str) -> str:
+def _differs(three: Program, repeat: RepeatedLayers) -> str:
     """Why the third block does not stand for further ones; empty: it does."""
+    two = repeat.shorter
     # By layer class: the search has one variable for each, and scales it by how often it occurs.
     classes, less = (layer_classes(p, analyze(p)) for p in (three, two))
     if classes.members.keys() != less.members.keys() or not two.structure.keys() <= three.structure.keys():
@@ -83,7 +87,7 @@ def _differs(three: Program, two: Program, path: str) -> str:
     for key, nodes in classes.members.items():
         if any(n in owner for n in nodes):  # sums of gradients belong to no module
             added = len(nodes) - len(less.members[key])
-            expected = sum(owner[n].startswith(f"{path}.1.") for n in nodes)
+            expected = sum(owner[n].startswith(f"{repeat.module(1)}.") for n in nodes)
             if added != expected:
                 return f"a block adds {added} of {key}, of which the one in the middle has {expected}"
     return ""

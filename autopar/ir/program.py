@@ -82,18 +82,21 @@ class Call:
 class RepeatedLayers:
     """What a program leaves out of a model: it has three of the model's blocks, which are alike.
 
-    Every count of the whole model's graph is what three blocks have, and for each further one the difference between
-    three and two.
+    Blocks at the beginning of the list may be others, such as dense layers before mixtures of experts: the program has
+    all of these. Every count of the whole model's graph is what three blocks have, and for each further one the
+    difference between three and two.
 
     Attributes:
         path: of the list of blocks, such as ``model.layers``.
-        blocks: how many the model has.
+        blocks: how many alike ones the model has.
         shorter: the program of two blocks.
+        lead: how many others come before them.
     """
 
     path: str
     blocks: int
     shorter: Program
+    lead: int = 0
 
     def extrapolate(self, three: Any, two: Any) -> Any:
         """A number of the whole model, or a mapping to numbers, from those of three and of two blocks; absent is 0."""
@@ -104,21 +107,29 @@ class RepeatedLayers:
 
     def names(self, name: str) -> tuple[str, ...]:
         """The model's tensors (or modules) that one of the program stands for: the middle block's for all between."""
-        number, rest = self._block(name)
+        number, rest = self.block(name)
         # Three blocks: the first and the last stand for themselves.
         numbers = {0: (0,), 1: range(1, self.blocks - 1), 2: (self.blocks - 1,)}.get(number, ())
-        return tuple(f"{self.path}.{i}{rest}" for i in numbers) or (name,)
+        return tuple(f"{self.module(i)}{rest}" for i in numbers) or (name,)
 
     def alike(self, name: str) -> tuple[str, ...]:
         """The program's tensors (or modules) that stand for the one of this name and those of the blocks like its."""
-        number, rest = self._block(name)
-        return tuple(f"{self.path}.{i}{rest}" for i in range(SHORT)) if 0 <= number < self.blocks else (name,)
+        number, rest = self.block(name)
+        return tuple(f"{self.module(i)}{rest}" for i in range(SHORT)) if 0 <= number < self.blocks else (name,)
 
-    def _block(self, name: str) -> tuple[int, str]:
-        """The block of a name, -1 for none, and what follows."""
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(rf"{re.escape(self.path)}\.(\d+)([.:].*)?")
+
+    def module(self, number: int) -> str:
+        """The name of one of the alike blocks."""
+        return f"{self.path}.{self.lead + number}"
+
+    def block(self, name: str) -> tuple[int, str]:
+        """Which of the alike blocks a name is of, counted from 0 and negative for none, and what follows."""
         # ``:`` begins the number of a module output, as in ``layers.0.attn:1``.
-        found = re.fullmatch(rf"{re.escape(self.path)}\.(\d+)([.:].*)?", name)
-        return (int(found[1]), found[2] or "") if found else (-1, "")
+        found = self._pattern.fullmatch(name)
+        return (int(found[1]) - self.lead, found[2] or "") if found else (-1, "")
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,9 @@ def peak_of_blocks(
             are; the first blocks come first.
         repeat: what the program leaves out.
     """
-    path = repeat.path
-    curves = [(share, _curves(_in_blocks(three, path), _in_blocks(two, path), path)) for share, three, two in parts]
+    curves = [
+        (share, _curves(_in_blocks(three, repeat), _in_blocks(two, repeat), repeat)) for share, three, two in parts
+    ]
     every = [held for i in range(len(curves)) for held in _deep(i, curves, repeat)]
     return max(every, key=_total)
 
@@ -87,7 +88,7 @@ def _deep(part: int, curves: Sequence[tuple[float, Curves]], repeat: RepeatedLay
     What a point holds grows linearly with either number, so one of the two ends has the most.
     """
     own, found = curves[part][1], []
-    names, blocks = _names(own.points), [(_number(point, repeat.path), point.backward) for point in own.points]
+    names, blocks = _names(own.points), [(_number(point, repeat), point.backward) for point in own.points]
     for i, (point, growth) in enumerate(zip(own.points, own.growth, strict=True)):
         for side in (LATER, EARLIER):
             if growth[side] is None and any(g is not None for g in growth):
@@ -111,23 +112,23 @@ def _add(held: dict[str, float], more: Held, times: float) -> None:
         held[category] = held.get(category, 0.0) + times * size
 
 
-def _curves(three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], path: str) -> Curves:
+def _curves(three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], repeat: RepeatedLayers) -> Curves:
     """Three blocks compared with two."""
     names = _names(three)
-    growth = list(zip(*[_growth(three, two, path, shift) for shift in (LATER, EARLIER)], strict=True))
+    growth = list(zip(*[_growth(three, two, repeat, shift) for shift in (LATER, EARLIER)], strict=True))
     named = dict(zip(names, growth, strict=True))
     for i, (module, operator, backward, which) in enumerate(names):
         # The middle block has neighbors on both sides in three blocks, and on one in two: what differs would be the
         # ends. So it grows by a later block as the first does, and by an earlier one as the last does.
-        if _number(three[i], path) == "1":
-            tail = module.removeprefix(f"{path}.1")
-            ends = [(f"{path}.{end}{tail}", operator, backward, which) for end in (0, SHORT - 1)]
+        if _number(three[i], repeat) == "1":
+            tail = module.removeprefix(repeat.module(1))
+            ends = [(f"{repeat.module(end)}{tail}", operator, backward, which) for end in (0, SHORT - 1)]
             first, last = (named.get(end, (None, None)) for end in ends)
             growth[i] = (first[LATER] or growth[i][LATER], last[EARLIER] or growth[i][EARLIER])
     most: dict[tuple[str, bool, int], Held] = defaultdict(dict)
     for point, both in zip(three, growth, strict=True):
         for side, each in enumerate(both):
-            key = (_number(point, path), point.backward, side)
+            key = (_number(point, repeat), point.backward, side)
             most[key] = max(most[key], each or {}, key=_total)
     before_blocks = {name: point.before_blocks for name, point in zip(names, three, strict=True)}
     return Curves(tuple(three), tuple(growth), dict(zip(names, growth, strict=True)), most, before_blocks)
@@ -147,16 +148,18 @@ def _nearest(names: Sequence[Name], blocks: Sequence[Block], i: int, get: Callab
     return found
 
 
-def _growth(three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], path: str, shift: int) -> list[Held | None]:
+def _growth(
+    three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], repeat: RepeatedLayers, shift: int
+) -> list[Held | None]:
     """By how much more is live at each point than with two blocks: the first two, or with a shift the last."""
 
     def keys(found: Sequence[MemoryPoint], shift: int) -> list[tuple[str, str, bool, str]]:
         texts, running = [], ""
         for point in found:
-            number, rest = _number(point, path), point.path
+            number, rest = _number(point, repeat), point.path
             if number and shift:
-                tail = point.path.removeprefix(f"{path}.").partition(".")[2]
-                rest = f"{path}.{int(number) + shift}.{tail}".removesuffix(".")
+                tail = point.path.removeprefix(repeat.module(int(number)))
+                rest = f"{repeat.module(int(number) + shift)}{tail}"
             if point.in_place:
                 running = str(int(number) + shift) if number else ""
             # Of a move that is late, or ahead: while another block runs, something else is live.
@@ -172,7 +175,7 @@ def _growth(three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], path: str,
     return growth
 
 
-def _in_blocks(found: Sequence[MemoryPoint], path: str) -> list[MemoryPoint]:
+def _in_blocks(found: Sequence[MemoryPoint], repeat: RepeatedLayers) -> list[MemoryPoint]:
     """The points, those of no module between two of one block as of that block: sums of a residual's gradients."""
 
     def last_blocks(points: Iterable[MemoryPoint]) -> list[Block]:
@@ -180,22 +183,22 @@ def _in_blocks(found: Sequence[MemoryPoint], path: str) -> list[MemoryPoint]:
         last, blocks = ("", False), []
         for point in points:
             blocks.append(last)
-            if number := _number(point, path):
+            if number := _number(point, repeat):
                 last = (number, point.backward)
         return blocks
 
     # From both sides: a sum between two blocks belongs to neither.
     before, after = last_blocks(found), last_blocks(reversed(found))[::-1]
     return [
-        replace(p, path=f"{path}.{a[0]}") if not p.path and a[0] and b[0] and a[1] == b[1] == p.backward else p
+        replace(p, path=repeat.module(int(a[0]))) if not p.path and a[0] and b[0] and a[1] == b[1] == p.backward else p
         for p, a, b in zip(found, before, after, strict=True)
     ]
 
 
-def _number(point: MemoryPoint, path: str) -> str:
-    """The number of the block that a point belongs to; empty: it belongs to none."""
-    number = point.path.removeprefix(f"{path}.").partition(".")[0]
-    return number if number.isdigit() and point.path.startswith(f"{path}.") else ""
+def _number(point: MemoryPoint, repeat: RepeatedLayers) -> str:
+    """Which of the alike blocks a point belongs to; empty: none."""
+    number, _ = repeat.block(point.path)
+    return str(number) if number >= 0 else ""
 
 
 def _names(found: Sequence[MemoryPoint]) -> list[Name]:

@@ -62,6 +62,7 @@ class Lowering:
         build: ``build(context, *args, **kwargs)`` emits the local code with `torch.ops.aten` calls on graph proxies.
             ``args`` are the operator's own arguments, tensors replaced by local proxies, sizes already local.
             ``context.axis_index()`` is this device's number along the split, ``context.parts`` how many there are,
+            ``context.steps`` how many steps a ring has (as many, but where its price is computed from a shorter one),
             ``context.all_reduce(x, op)`` sums (or takes the maximum) over the devices of the split. Over one axis
             (``context.axis_count``) there is ``context.swap_blocks(x, back)``, see
             `autopar.ir.ops.balanced_attention.swap_blocks`. ``context.shift(x)`` is the ``x`` of the device before

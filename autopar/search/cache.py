@@ -91,7 +91,7 @@ def file_of(program: Program, dims: Dims, job: Job, kind: str = "") -> Path | No
     if (reason := _distrusted(where)) is not None:
         _warn(reason)
         return None
-    repeat = program.repeat and (program.repeat.path, program.repeat.blocks)
+    repeat = program.repeat and (program.repeat.path, program.repeat.blocks, program.repeat.lead)
     operators = {o: n.target for n, o in dims.operators.items()}  # calls that are alike share one
     rules = sorted({f"{target} {_rule_text(o.rule)}" for o, target in operators.items()})
     parts = (

@@ -27,7 +27,7 @@ def test_two_of_the_alike_blocks_stay() -> None:
 def test_a_setting_that_differs_keeps_the_model_whole() -> None:
     model = gpt()
     model.layers[3].heads = 2
-    assert shorten(model) == (model, None, "layers.3.heads differs from that of layers.0", "")
+    assert shorten(model) == (model, None, "layers.3.heads differs from that of layers.0", "", 0)
 
 
 def test_a_shape_or_class_that_differs_keeps_the_model_whole() -> None:
@@ -37,6 +37,22 @@ def test_a_shape_or_class_that_differs_keeps_the_model_whole() -> None:
     model = gpt()
     model.layers[2].norm1 = nn.RMSNorm(32, device="meta")
     assert "layers.2.norm1" in shorten(model).reason
+
+
+def test_the_first_blocks_may_be_others() -> None:
+    model = gpt(7)
+    model.layers[0].up = nn.Linear(32, 64, device="meta")
+    model.layers[1].heads = 2
+    for i, layer in enumerate(model.layers):
+        layer.number = i
+    short = shorten(model, 3)
+    assert (short.layers, short.lead, short.reason, len(short.model.layers)) == (7, 2, "", 5)
+    assert short.model.layers[0] is model.layers[0]
+    assert [type(layer.number) for layer in short.model.layers] == [int, int, *[UnreadableNumber] * 3]
+    model.layers[4].heads = 2  # an odd one further down: too few are left
+    assert shorten(model, 3).reason.startswith("layers.1.")
+    model.layers[6].heads = 2  # the last
+    assert shorten(model, 3).layers is None
 
 
 def test_frozen_and_evaluated_blocks_differ() -> None:
@@ -51,7 +67,7 @@ def test_frozen_and_evaluated_blocks_differ() -> None:
 def test_a_block_that_comes_several_times_keeps_the_model_whole() -> None:
     model = gpt()
     model.layers = nn.ModuleList([model.layers[0]] * 4)
-    assert shorten(model) == (model, None, "layers has the same block several times", "")
+    assert shorten(model) == (model, None, "layers has the same block several times", "", 0)
 
 
 def test_a_block_elsewhere_keeps_the_model_whole() -> None:

@@ -45,10 +45,12 @@ class Block(nn.Module):
 class Deep(nn.Module):
     """Blocks between an embedding and a head; every block's result is used, too."""
 
-    def __init__(self, layers: int, hidden: int = 8, ffn: int = 16, skip: Callable[[int, int], bool] | None = None):
+    def __init__(
+        self, layers: int, hidden: int = 8, ffn: int = 16, skip: Callable[[int, int], bool] | None = None, odd: int = 0
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(4, hidden)
-        self.layers = nn.ModuleList(Block(i, hidden, ffn) for i in range(layers))
+        self.layers = nn.ModuleList(Block(i, hidden, 3 * ffn if i < odd else ffn) for i in range(layers))
         self.head = nn.Linear(hidden, 8)
         self.skip = skip
 
@@ -72,7 +74,8 @@ def both(name: str, layers: int, **settings: Any) -> tuple[Program, Program]:
     model, batch = deep(layers, **settings) if name == "deep" else models.MODELS[name](layers=layers, seq=4)
     whole, short = program_of(model, batch), program_to_plan(model, batch)
     assert short.repeat is not None
-    assert short.repeat.blocks == layers
+    assert short.repeat.lead + short.repeat.blocks == layers
+    assert short.repeat.lead == settings.get("odd", 0)
     return whole, short
 
 
@@ -130,6 +133,32 @@ def test_memory_is_that_of_the_whole_model() -> None:
     expected = solve(whole, {"a": 4}, EAGER, memory=total / 1.2)
     assert expected.recompute
     assert_same(solve(short, {"a": 4}, EAGER, memory=total / 1.2), expected)
+
+
+def test_the_first_blocks_may_be_others() -> None:
+    """As the dense layers before mixtures of experts are: each plan, with stages or without, is that of all blocks."""
+    whole, short = both("deep", 9, odd=2)
+    assert short.fingerprint == whole.fingerprint
+    assert len(short.sources) < len(whole.sources)
+    total = sum(state_bytes(whole, "adamw").values())
+    assert sum(state_bytes(short, "adamw").values()) == total
+    assert_same(solve(short, {"a": 4}, EAGER), solve(whole, {"a": 4}, EAGER))
+    staged = Search(pins={"stages": 2, "stage_axis": "b", "microbatches": 4, "schedule": "1f1b"})
+    found = solve(short, {"b": 2, "a": 2}, EAGER, memory=total, search=staged)
+    expected = solve(whole, {"b": 2, "a": 2}, EAGER, memory=total, search=staged)
+    assert found.stages == expected.stages
+    assert found.predicted.step_seconds == pytest.approx(expected.predicted.step_seconds, rel=1e-3)
+    assert sum(found.predicted.peak_bytes.values()) == pytest.approx(
+        sum(expected.predicted.peak_bytes.values()), rel=0.01
+    )
+    assert found.parameters == expected.parameters
+
+
+@pytest.mark.deep
+def test_others_at_the_beginning_within_a_budget() -> None:
+    whole, short = both("deep", 9, odd=2)
+    memory = sum(state_bytes(whole, "adamw").values()) / 2
+    assert_same(solve(short, {"a": 4}, EAGER, memory=memory), solve(whole, {"a": 4}, EAGER, memory=memory))
 
 
 def test_padding_is_that_of_the_whole_model() -> None:

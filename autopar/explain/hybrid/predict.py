@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Batch, LossFunction
-from autopar.capture.fewer_layers import shorten
+from autopar.capture.fewer_layers import Shortened, shorten
 from autopar.compiler import default_memory, for_devices, program_of, solve
 from autopar.costs.budget import naming_default
 from autopar.costs.cluster import Cluster
@@ -180,6 +180,8 @@ def _captured(
     """The program of two layers and how many there are, or that of the whole model and None."""
     # Two layers tell all: the second is like every further one.
     short = shorten(model)
+    if short.lead:
+        short = Shortened(model, None, f"the first {short.lead} blocks of {short.path} are others than the rest")
 
     def made(model: nn.Module) -> Program:
         return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=fused)

@@ -272,6 +272,11 @@ class OracleContext:
     local: Mapping[str, int]
     whole: Mapping[str, int]
 
+    @property
+    def steps(self) -> int:
+        """Steps of a ring: one for each device."""
+        return self.parts
+
     def axis_index(self) -> int:
         """This device's number along the split."""
         return self.index

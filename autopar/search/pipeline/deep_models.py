@@ -50,9 +50,9 @@ def require_blocks(program: Program, shape: PipelineShape) -> None:
     """
     repeat = program.repeat
     if repeat is not None and repeat.blocks < shape.stages:
+        alike = f"{repeat.blocks} blocks" + (f" behind the first {repeat.lead}" if repeat.lead else "")
         raise InfeasibleError(
-            f"{shape.stages} stages of at least a block each, and {repeat.path} has {repeat.blocks} blocks; ask "
-            "for fewer stages"
+            f"{shape.stages} stages of at least a block each, and {repeat.path} has {alike}; ask for fewer stages"
         )
 
 
@@ -140,7 +140,7 @@ def _of_whole(
     repeat = padded.repeat
     assert repeat is not None
     if shape.modules:
-        ends = [0, *(int(m.removeprefix(f"{repeat.path}.")) for m in shape.modules), repeat.blocks]
+        ends = [0, *(repeat.block(m)[0] for m in shape.modules), repeat.blocks]
     else:
         ends = list(itertools.accumulate(_shared_out(own, repeat.blocks, weights), initial=0))
     last = len(ends) - 2
@@ -164,8 +164,8 @@ def _of_whole(
 def _rewritten(program: Program, padded: Program, plan: Plan) -> list[tuple[Plan, Program]]:
     """The three blocks under plans that cut them as `ThreeCuts` says."""
     assert program.repeat is not None
-    order, path = forward_order(padded, analyze(padded), plan), program.repeat.path
-    cuts = ([f"{path}.1", f"{path}.2"], [f"{path}.2"], [f"{path}.1"])
+    order, module = forward_order(padded, analyze(padded), plan), program.repeat.module
+    cuts = ([module(1), module(2)], [module(2)], [module(1)])
     plans = [replace(plan, stages=order.stages(named_cuts(order, modules))) for modules in cuts]
     return list(zip(plans, unverified_in_stages(program, plans), strict=True))
 
@@ -193,13 +193,13 @@ def _of_three(plan: Plan, repeat: RepeatedLayers) -> Plan:
     """A plan of the whole model for the three blocks that are captured."""
 
     def own(table: Mapping[str, Any]) -> dict[str, Any]:
-        inside = {n: v for n, v in table.items() if not n.startswith(f"{repeat.path}.")}
+        inside = {n: v for n, v in table.items() if repeat.block(n)[0] < 0}
         for name in table:
-            number, _, rest = name.removeprefix(f"{repeat.path}.").partition(".")
-            if name not in inside and number == "0":
+            number, rest = repeat.block(name)
+            if number == 0:
                 for i, whole in enumerate((0, 1, repeat.blocks - 1)):
-                    short = f"{repeat.path}.{i}.{rest}"
-                    inside[short] = table.get(f"{repeat.path}.{whole}.{rest}", table.get(short))
+                    short = f"{repeat.module(i)}{rest}"
+                    inside[short] = table.get(f"{repeat.module(whole)}{rest}", table.get(short))
         return inside
 
     return replace(plan, parameters=own(plan.parameters), padding=own(plan.padding))
@@ -255,9 +255,9 @@ def _with(a: _T, one: _T, two: _T, times: float) -> _T:
 
 def _stages(three: tuple[Stage, ...], ends: Sequence[int], repeat: RepeatedLayers) -> tuple[Stage, ...]:
     """Stages of the whole model: those of three blocks name what is before the blocks and after them."""
-    before = tuple(m for m in three[0].modules if m != f"{repeat.path}.0")
-    after = tuple(m for m in three[-1].modules if m != f"{repeat.path}.2")
-    found = [tuple(f"{repeat.path}.{i}" for i in range(a, b)) for a, b in itertools.pairwise(ends)]
+    before = tuple(m for m in three[0].modules if m != repeat.module(0))
+    after = tuple(m for m in three[-1].modules if m != repeat.module(2))
+    found = [tuple(repeat.module(i) for i in range(a, b)) for a, b in itertools.pairwise(ends)]
     found[0] = (*before, *found[0])
     found[-1] = (*found[-1], *after)
     return tuple(Stage(modules) for modules in found)
@@ -274,10 +274,9 @@ def _holders(
             continue
         own = three[spec.name]
         for name in repeat.names(spec.name):
-            number = name.removeprefix(f"{repeat.path}.").partition(".")[0]
-            inside = name.startswith(f"{repeat.path}.")
+            number, _ = repeat.block(name)
             if own is None or is_held_by_all(node.meta["val"].shape, stages):
                 found[name] = None
             else:
-                found[name] = bisect_right(ends, int(number)) - 1 if inside else (0, 1, stages - 1)[own]
+                found[name] = bisect_right(ends, number) - 1 if number >= 0 else (0, 1, stages - 1)[own]
     return {name: found[name] for name in plan.parameters}

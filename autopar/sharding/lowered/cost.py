@@ -1,13 +1,15 @@
 """What emitted code costs that is no operator of the plan: of passes, and of lowerings, which are emitted to be priced.
 
 A lowering is emitted into a graph of its own on meta tensors, and its nodes are priced as those of the rewritten graph
-are. Strategies of operators are many, but only few have lowerings, and each of these is emitted once.
+are. Strategies of operators are many, but only few have lowerings, and each of these is emitted once. A ring has as
+many steps as devices; all but the first and the last are alike, so that a long one is priced by two short ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,10 @@ from autopar.sharding.redistribute import Machine
 
 KERNEL, ISSUE, WAIT = "kernel", "issue", "wait"
 """What a lowering's nodes do: compute, begin a collective, or wait for one."""
+
+SHORT_RING = 6
+"""Steps of the ring by which longer ones are priced, and by one of a step less: what the last of them has more than the
+other is what each further step has."""
 
 
 @dataclass(frozen=True)
@@ -116,22 +122,74 @@ def lowered_cost(operator: Operator, strategy: tuple[str, ...], machine: Machine
     letters = lowered_letters(operator, strategy)
     if not letters or any(operator.rule.lower[c] is not operator.rule.lower[letters[0]] for c in letters):
         return None
+    kernels, collectives, order = list[Work](), list[Collective](), list[tuple[str, int]]()
+    for event in _events(operator, strategy, letters, machine):
+        if isinstance(event, Collective):
+            order.append((ISSUE, len(collectives)))
+            collectives.append(event)
+        elif isinstance(event, int):
+            order.append((WAIT, len(collectives) - event))
+        else:
+            order.append((KERNEL, len(kernels)))
+            kernels.append(event.work)
+    all_kernels = Work.join(kernels) if kernels else stream(np.zeros(0))
+    return LoweredCost(all_kernels, tuple(collectives), tuple(order))
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel; two are equal if they are the same work."""
+
+    work: Work = field(compare=False)
+    figures: tuple[Any, ...]
+
+
+_Event = _Kernel | Collective | int
+"""A kernel, a collective that begins, or a wait for that which began as the last but so many, counted from 1."""
+
+
+def _events(operator: Operator, strategy: tuple[str, ...], letters: Sequence[str], machine: Machine) -> list[_Event]:
+    """What a lowering does, one after the other; of a long ring, without emitting all of its steps."""
+    sizes = zip(strategy, machine.sizes, strict=True)
+    steps = math.prod(n for name, n in sizes if name.partition(".")[0] in letters)
+    found = _emitted(operator, strategy, letters, machine, min(steps, SHORT_RING))
+    if steps <= SHORT_RING:
+        return found
+    shorter = _emitted(operator, strategy, letters, machine, SHORT_RING - 1)
+    longer = _longer(found, shorter, steps - SHORT_RING)
+    return _emitted(operator, strategy, letters, machine, steps) if longer is None else longer
+
+
+def _emitted(
+    operator: Operator, strategy: tuple[str, ...], letters: Sequence[str], machine: Machine, most_steps: int
+) -> list[_Event]:
+    """What a lowering does with at most so many steps of a ring."""
     graph = fx.Graph()
     args, kwargs = _local_arguments(graph, operator, strategy, machine.sizes)
-    emit_lowering(graph, operator, strategy, letters, machine, args, kwargs)
-    kernels, collectives, order = list[Work](), dict[fx.Node, Collective](), list[tuple[str, int]]()
+    emit_lowering(graph, operator, strategy, letters, machine, args, kwargs, most_steps)
+    found, began = list[_Event](), dict[fx.Node, int]()
     for node in (n for n in graph.nodes if n.op == "call_function"):
         made, work = info(node).collective, emitted_work(node)
         if made is not None:
-            order.append((ISSUE, len(collectives)))
-            collectives[node] = made
+            began[node] = len(began)
+            found.append(made)
         elif node.target is c10d.wait_tensor.default:
-            order.append((WAIT, list(collectives).index(node.all_input_nodes[0])))
+            found.append(len(began) - began[node.all_input_nodes[0]])
         elif work is not None:
-            order.append((KERNEL, len(kernels)))
-            kernels.append(work)
-    all_kernels = Work.join(kernels) if kernels else stream(np.zeros(0))
-    return LoweredCost(all_kernels, tuple(collectives.values()), tuple(order))
+            found.append(_Kernel(work, tuple(np.ravel(getattr(work, f.name)).tolist() for f in fields(work))))
+    return found
+
+
+def _longer(found: list[_Event], shorter: list[_Event], steps: int) -> list[_Event] | None:
+    """What a ring does with more steps, each as the one that a shorter ring does not have; None: steps differ."""
+    more = len(found) - len(shorter)
+    if more == 0:
+        return found if found == shorter else None  # there is no ring
+    end = next((i for i, (a, b) in enumerate(zip(found, shorter, strict=False)) if a != b), len(shorter))
+    step = found[max(end - more, 0) : end]
+    # The longer one is the shorter one with a step put in, behind one that is the same.
+    alike = found[max(end - 2 * more, 0) : max(end - more, 0)] == step
+    return [*found[:end], *(step * steps), *found[end:]] if alike and found[end:] == shorter[end - more :] else None
 
 
 def _local_arguments(

@@ -55,11 +55,17 @@ class Context:
     strategy: tuple[str, ...]
     axes: tuple[int, ...]
     machine: Machine
+    most_steps: int = 0
 
     @property
     def parts(self) -> int:
         """Devices that share the letter."""
         return math.prod(self.machine.sizes[a] for a in self.axes)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a ring: one for each device, or fewer where code is emitted to be priced."""
+        return min(self.parts, self.most_steps or self.parts)
 
     @property
     def axis_count(self) -> int:
@@ -186,6 +192,7 @@ def emit_lowering(
     machine: Machine,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    most_steps: int = 0,
 ) -> Any:
     """Emit the code of a strategy where the graph inserts nodes.
 
@@ -197,12 +204,13 @@ def emit_lowering(
         machine: the mesh.
         args: of the call, tensors as nodes, sizes local.
         kwargs: of the call.
+        most_steps: of a ring, whose steps are alike; 0: as many as it has.
 
     Returns:
         What the lowering returns, see `autopar.rules.rule.Lowering`.
     """
     axes = tuple(a for a, name in enumerate(strategy) if name.partition(".")[0] in letters)
     tracer = LocalTracer(graph)
-    context = Context(tracer, operator, strategy, axes, machine)
+    context = Context(tracer, operator, strategy, axes, machine, most_steps)
     proxies, named = map_nodes((tuple(args), dict(kwargs)), lambda n: fx.Proxy(n, tracer))
     return operator.rule.lower[letters[0]].build(context, *proxies, **named)

@@ -26,9 +26,13 @@ SAME = (
 """Operators that give the same elements, broadcast, or in another dtype."""
 
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default)
+
 _ANDS = (aten.bitwise_and.Tensor, aten.logical_and.default, aten.__and__.Tensor)
+
 _ORS = (aten.bitwise_or.Tensor, aten.logical_or.default, aten.__or__.Tensor)
+
 _NOTS = (aten.bitwise_not.default, aten.logical_not.default)
+
 _COMPARED = {
     getattr(getattr(aten, name), kind): name for name in ("le", "lt", "ge", "gt", "eq") for kind in ("Tensor", "Scalar")
 }
@@ -241,7 +245,7 @@ class Walk:
         return None
 
     def _progression(self, node: fx.Node, shape: list[int]) -> Linear | None:
-        value = self.known.value(node)
+        value = self.known.rows(node)
         if value is None or value.dtype.is_floating_point or value.dtype == torch.bool:
             return None
         value = value.reshape(-1, shape[2] * shape[3]).long()

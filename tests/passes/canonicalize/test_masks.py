@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from autopar.compiler import program_of
 from autopar.ir.ops.attention import attention
 from autopar.ir.ops.sequence import masked_attention as masked
+from autopar.passes.canonicalize import masks
 from autopar.verify.verify import verify
 
 ROWS, TOKENS = 2, 24
@@ -133,6 +134,17 @@ def test_functions_of_masks(name: str) -> None:
     for node in forward.graph.nodes:
         shape = node.meta["val"].shape if isinstance(node.meta.get("val"), Tensor) else ()
         assert list(shape[-2:]) != [TOKENS, TOKENS] or node.op == "placeholder" or "bias" in node.name, node
+
+
+def test_of_a_large_batch_of_equal_samples_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the positions that transformers makes: the mask of packed documents is causal, whatever the batch."""
+    monkeypatch.setattr(masks, "_LARGEST", TOKENS + 1)  # less than two samples
+    forward, backward = kernels(lambda m, g: as_transformers(torch.arange(TOKENS)[None].expand(ROWS, -1)))
+    assert forward.target is attention and forward.args[3] is None and forward.args[6]
+    assert backward.args[4] is None and backward.args[9]
+    apart = torch.stack([torch.arange(TOKENS), torch.arange(TOKENS) % 5])
+    forward, _ = kernels(lambda m, g: as_transformers(apart))
+    assert forward.target is masked.attention_masked and forward.args[4]
 
 
 @pytest.mark.parametrize("name", STAYING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cache
 
 import pytest
@@ -10,17 +11,19 @@ import torch
 import autopar
 from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
-from autopar.costs.kernels import kernel_seconds
+from autopar.costs.kernels import Work, kernel_seconds
 from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import PASSES
 from autopar.passes.lower_operators import lower_operators
+from autopar.rules.remembered import forget
 from autopar.search.predict import predict
 from autopar.search.random_plan import random_plan
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
+from autopar.sharding.lowered import cost
 from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.node_seconds import NodeSeconds
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_seconds
@@ -64,6 +67,48 @@ def captured(name: str) -> Program:
 def ratio(program: Program, plan: Plan) -> float:
     """Seconds that the simulated device computes, to those that were predicted."""
     return simulate(emitted(rewrite(program, plan), plan)).busy[0] / plan.predicted.compute_seconds
+
+
+class Documents(torch.nn.Module):
+    """Attention within documents: no window, and not causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        heads = self.first(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        mask = ids[:, None, :, None] == ids[:, None, None, :]
+        return torch.nn.functional.scaled_dot_product_attention(heads, 2 * heads, 3 * heads, attn_mask=mask).sum()
+
+
+@pytest.mark.parametrize("kind", ["causal", "documents"])
+def test_a_long_ring_is_priced_by_short_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernels and collectives, in the same order, as all of its steps emitted."""
+    if kind == "causal":
+        program = program_of(*zoo.MODELS["llama"](layers=1, seq=32))
+    else:
+        program = program_of(Documents(), {"x": torch.zeros(2, 32, 16), "ids": torch.zeros(2, 32, dtype=torch.long)})
+    operators = [o for o in dict.fromkeys(analyze(program).operators.values()) if "qk" in o.rule.lower]
+    machine = machine_of(hand_plan(program, {"a": 16}, {}))
+    rings = [
+        (o, names)
+        for o in operators
+        for names in {candidates(o, (16,)).names(i) for i in range(len(candidates(o, (16,)).choice))}
+        if names[0].startswith("qk")
+    ]
+    assert len(rings) >= 2  # forward and backward
+    found = [lowered_cost(*ring, machine) for ring in rings]
+    forget()
+    monkeypatch.setattr(cost, "SHORT_RING", 16)
+    for short, whole in zip(found, (lowered_cost(*ring, machine) for ring in rings), strict=True):
+        assert short is not None
+        assert whole is not None
+        assert short.order == whole.order
+        assert short.collectives == whole.collectives
+        assert len(short.collectives) >= 15
+        assert all((getattr(short.kernels, f.name) == getattr(whole.kernels, f.name)).all() for f in fields(Work))
+    forget()
 
 
 FLAT, NESTED = {"gpu": 8}, {"node": 2, "gpu": 4}

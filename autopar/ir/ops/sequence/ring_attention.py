@@ -45,8 +45,8 @@ def attend(context: Any, query: Any, key: Any, value: Any, causal: bool, scale: 
     if causal:
         query, keys = (swap_rows(context.swap_blocks, t) for t in (query, keys))
     found: list[tuple[Any, Any]] = []
-    for step in range(context.parts):
-        arrive = context.start_shift(keys) if step + 1 < context.parts else None
+    for step in range(context.steps):
+        arrive = context.start_shift(keys) if step + 1 < context.steps else None
         if step == 0 or not causal:
             found = _joined(found, [(i, x, None) for i, x in enumerate(_own(query, keys, head, causal, scale))])
         else:
@@ -89,8 +89,8 @@ def gradients(
     queries = _Queries(query, grad, out, logsumexp, head, scale)
     of_query: Any = None
     arrive_gradient: Callable[[], Any] | None = None
-    for step in range(context.parts):
-        arrive = context.start_shift(keys) if step + 1 < context.parts else None
+    for step in range(context.steps):
+        arrive = context.start_shift(keys) if step + 1 < context.steps else None
         if step == 0 or not causal:
             term, of_keys = queries.gradients(None, keys, causal)
             of_query = [term] if of_query is None else [aten.add.Tensor(of_query[0], term)]
