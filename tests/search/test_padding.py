@@ -149,7 +149,11 @@ def test_random_plans_are_padded_by_turns() -> None:
     assert replace(drawn[1], padding={}) != drawn[1]
 
 
-@pytest.mark.parametrize("model", [Heads(False), OwnWeights(True)], ids=["of one weight", "grouped"])
+@pytest.mark.parametrize(
+    "model",
+    [Heads(False), OwnWeights(True), Sloped(False), pytest.param(Masked(True), marks=pytest.mark.deep)],
+    ids=["of one weight", "grouped", "slopes", "documents"],
+)
 def test_heads_under_a_tensor_role(model: nn.Module) -> None:
     """Three heads on four devices: one is padding, and the weights are kept as they are."""
     batch = (torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(0)),)
