@@ -20,7 +20,7 @@ from autopar.search.find import find_plan
 from autopar.search.options import Job, Search
 from autopar.search.padding import padded_size, paddings
 from autopar.sharding.dims import Dims, analyze
-from tests.passes.test_pad_dims import BATCH, Heads, OwnWeights, Tokens
+from tests.passes.test_pad_dims import BATCH, Heads, Masked, OwnWeights, Sloped, Tokens
 from tests.sharding.test_layer_classes import FAST
 
 
