@@ -162,7 +162,7 @@ def test_heads_under_a_tensor_role(model: nn.Module) -> None:
     attended = [names for key, names in plan.choices.items() if "autopar.attention" in key]
     assert len(attended) == 2 and all(names[0][0] == "h" for names in attended)
     report = autopar.verify(model, batch, {"a": 4}, plan=plan)
-    assert report.max_error < 1e-12
+    assert report.max_error < 1e-11  # the gradient of the keys' bias is nothing but rounding
     with pytest.raises(InfeasibleError, match="nothing is tensor-parallel along axis a=4"):
         alone = Search(roles={"a": "tensor"}, padding=False)
         autopar.plan(model, batch, cluster=FAST, axes={"a": 4}, memory="1GiB", search=alone)
