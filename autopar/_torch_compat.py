@@ -870,3 +870,10 @@ def forget_fake_results(keys: Iterable[Any]) -> None:
     """Take results out of torch's cache, which keeps all; who asks for them next recomputes them."""
     for key in keys:
         FakeTensorMode.cache.pop(key, None)
+
+
+def context_parallel_internals() -> Any:
+    """The module of torch's ``context_parallel``: its rings, the table of its kernels, and how keys go round."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention

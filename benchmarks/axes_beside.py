@@ -121,9 +121,10 @@ def take_kernels_of_a_cpu() -> None:
     """
     import torch
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    aten = torch.ops.aten
+    from autopar._torch_compat import context_parallel_internals
+
+    rings, aten = context_parallel_internals(), torch.ops.aten
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
     of_gradient = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -138,7 +139,7 @@ def take_kernels_of_a_cpu() -> None:
 
         local = (t.to_local() for t in (query, key, value))
         group = query.device_mesh.get_group()
-        return wrapped(_attention._templated_ring_attention(group, 2, op, *local, is_causal=causal), query)
+        return wrapped(rings._templated_ring_attention(group, 2, op, *local, is_causal=causal), query)
 
     def backward(_: Any, given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         *given, dropout, causal = given
@@ -149,10 +150,10 @@ def take_kernels_of_a_cpu() -> None:
 
         grad, *local = (t.to_local() for t in given)
         group = given[1].device_mesh.get_group()
-        results = _attention._templated_ring_attention_backward(group, 2, op, grad, "grad_out", *local, causal)
+        results = rings._templated_ring_attention_backward(group, 2, op, grad, "grad_out", *local, causal)
         return wrapped(results, given[1])
 
-    _attention.custom_ops.update({kernel: forward, of_gradient: backward})
+    rings.custom_ops.update({kernel: forward, of_gradient: backward})
 
 
 def split_step(model: Any, batch: dict[str, Any], mesh: Any, rotate: str) -> Step:
@@ -163,8 +164,9 @@ def split_step(model: Any, batch: dict[str, Any], mesh: Any, rotate: str) -> Ste
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
     from torch.nn.functional import pad
+
+    from autopar._torch_compat import context_parallel_internals
 
     def causal(_: Any, given: Any, named: dict[str, Any]) -> Any:
         return given, {**named, "attention_mask": None, "is_causal": True}
@@ -180,7 +182,7 @@ def split_step(model: Any, batch: dict[str, Any], mesh: Any, rotate: str) -> Ste
     }  # fmt: skip
 
     def step() -> float:
-        set_rotate_method(rotate)
+        context_parallel_internals().set_rotate_method(rotate)
         own = {name: t.clone() for name, t in whole.items()}
         buffers = list(own.values())
         with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 3, no_restore_buffers=set(buffers)):
