@@ -290,7 +290,6 @@ def _by_function(
         "sizes": _sizes(query, key),
         "flops": products * b * h * scores * (d + e),
         "between": 8.0 * calls * rows * scores if formula or split else 0.0,
-        "padded": None,
     }
 
 

@@ -11,6 +11,7 @@ import multiprocessing
 import operator
 import threading
 from collections.abc import Generator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -783,3 +784,12 @@ def test_scaled_mm(rowwise: bool, dtype: torch.dtype) -> None:
     expected = product(*values, *scales, "e5m2", "e4m3", dtype)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+def test_context_parallel_internals() -> None:
+    """What `benchmarks/axes_beside.py` takes of it, and that kernels of a CPU are not in its table, as it says."""
+    rings = compat.context_parallel_internals()
+    for ring, own in ((rings._templated_ring_attention, ()), (rings._templated_ring_attention_backward, ("grad_out",))):
+        assert {"group", "seq_dim", "op", "query", "key", "value", "is_causal", *own} <= {*signature(ring).parameters}
+    assert callable(rings.set_rotate_method)
+    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default not in rings.custom_ops

@@ -26,6 +26,7 @@ from autopar._torch_compat.changed import (
 )
 from autopar._torch_compat.compilers import budget_partition, default_partition, inductor, inductor_lacks
 from autopar._torch_compat.dtensor import (
+    context_parallel_internals,
     convert_assigned,
     dtensor_overloads,
     local_shape_of,
@@ -75,6 +76,7 @@ __all__ = [
     "budget_partition",
     "checkpoint_replaced",
     "compiling",
+    "context_parallel_internals",
     "convert_assigned",
     "default_partition",
     "dtensor_overloads",

@@ -128,3 +128,10 @@ def refuse_items_of_unreduced() -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def context_parallel_internals() -> Any:
+    """The module of torch's ``context_parallel``: its rings, the table of its kernels, and how keys go round."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention

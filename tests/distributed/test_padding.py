@@ -209,13 +209,13 @@ def test_round_trip(ranks: Ranks, tmp_path: Path) -> None:
     assert max(ranks.run(round_trip, str(tmp_path / "saved"))) < 1e-12
 
 
-def train_heads(rank: int, grouped: bool) -> tuple[dict[str, Any], float]:
+def train_heads(rank: int, kind: str, grouped: bool) -> tuple[dict[str, Any], float]:
     """Padding of the plan, and how far three steps are from eager ones: losses, and parameters after them."""
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
-    from tests.passes.test_pad_dims import OwnWeights
+    from tests.passes import test_pad_dims
 
-    plain, model = (OwnWeights(grouped).double() for _ in range(2))
+    plain, model = (getattr(test_pad_dims, kind)(grouped).double() for _ in range(2))
     given = [torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(i)).double() for i in range(STEPS)]
     found = parallelize(
         model, mesh_of(4), (given[0],), search=Search(roles={"a": "tensor"}), cluster=slow_devices(), memory="1GiB",
@@ -236,9 +236,12 @@ def train_heads(rank: int, grouped: bool) -> tuple[dict[str, Any], float]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("grouped", [False, True])
-def test_heads(ranks: Ranks, grouped: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "grouped"),
+    [("OwnWeights", False), ("OwnWeights", True), ("Masked", False), ("Masked", True), ("Sloped", False)],
+)
+def test_heads(ranks: Ranks, kind: str, grouped: bool) -> None:
     """Three heads on four ranks, under the role tensor."""
-    for padding, apart in ranks.run(train_heads, grouped):
+    for padding, apart in ranks.run(train_heads, kind, grouped):
         assert padding["out.weight"] == (8, 32 if grouped else 16)
         assert apart < TOLERANCE

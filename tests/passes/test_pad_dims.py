@@ -16,6 +16,7 @@ from autopar.costs.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.ir.node_info import info
 from autopar.ir.ops.attention import attention
+from autopar.ir.ops.sequence.masked_attention import attention_masked
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
 from autopar.ir.shards import is_zero_outside, with_padding, without_padding
@@ -220,14 +221,42 @@ class OwnWeights(Heads):
         return self.q(x), self.k(x), self.v(x)
 
 
+class Masked(OwnWeights):
+    """The same under a mask that is given by its function: a window, or documents where heads share keys."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in self.project(x))
+        at = torch.arange(x.shape[1])
+        seen = (at[:, None] >= at) & (at[:, None] - at < 3)
+        if self.grouped:
+            seen = (at[:, None] >= at) & (at[:, None] // 3 == at // 3)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=self.grouped)
+        return self.out(out.transpose(1, 2).flatten(2)).square().mean()
+
+
+class Sloped(OwnWeights):
+    """The same with a bias by distance, whose slope is of each head (ALiBi)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in self.project(x))
+        at, slopes = torch.arange(x.shape[1]), torch.tensor([2.0**-i for i in range(q.shape[1])], dtype=x.dtype)
+        bias = torch.where(at[:, None] >= at, slopes[:, None, None] * (at - at[:, None]), -torch.inf)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], enable_gqa=self.grouped)
+        return self.out(out.transpose(1, 2).flatten(2)).square().mean()
+
+
 @pytest.mark.parametrize(
     ("model", "shapes"),
     [
         (Heads(False), {"qkv.weight": (48, 8), "qkv.bias": (48,), "out.weight": (8, 16)}),
         (OwnWeights(False), {"q.weight": (16, 8), "k.weight": (16, 8), "v.weight": (16, 8), "out.weight": (8, 16)}),
         (OwnWeights(True), {"q.weight": (32, 8), "k.weight": (16, 8), "v.weight": (16, 8), "out.weight": (8, 32)}),
+        (Masked(False), {"q.weight": (16, 8), "k.weight": (16, 8), "v.weight": (16, 8), "out.weight": (8, 16)}),
+        (Masked(True), {"q.weight": (32, 8), "k.weight": (16, 8), "v.weight": (16, 8), "out.weight": (8, 32)}),
+        (Sloped(False), {"q.weight": (16, 8), "k.weight": (16, 8), "v.weight": (16, 8), "out.weight": (8, 16)}),
+        (Sloped(True), {"q.weight": (32, 8), "k.weight": (16, 8), "v.weight": (16, 8), "out.weight": (8, 32)}),
     ],
-    ids=["of one weight", "of three", "grouped"],
+    ids=["of one weight", "of three", "grouped", "window", "documents", "slopes", "slopes, grouped"],
 )
 def test_heads(model: nn.Module, shapes: Shapes) -> None:
     """Attention runs on four heads, of three; parameters stay as they are."""
@@ -237,7 +266,8 @@ def test_heads(model: nn.Module, shapes: Shapes) -> None:
     before, after = as_dtype(program, torch.float64), as_dtype(pad(program, shapes), torch.float64)
     assert [n.meta["val"].shape for n in after.placeholders] == [v.shape for v in values]
     attended = [n for n in after.graph.graph.nodes if str(n.target).startswith("autopar.attention")]
-    assert attended and all(n.args[n.target != attention].meta["val"].shape[1] % 4 == 0 for n in attended)
+    forwards = attention, attention_masked
+    assert attended and all(n.args[n.target not in forwards].meta["val"].shape[1] % 4 == 0 for n in attended)
     for one, other in zip(run_whole(before, values), run_whole(after, values), strict=True):
         assert one is not None
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)

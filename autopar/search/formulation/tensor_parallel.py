@@ -50,8 +50,9 @@ def tensor_factors(program: Program, dims: Dims, parts: int) -> list[Factor]:
     summed: set[int] = set()  # by a linear, or by lowered code
     lowered: set[int] = set()
     for node in program.sources:
-        # What has no arguments, as positions, is no work.
-        if is_backward(node) or node.name in padded or not program.sources[node]:
+        # What has no arguments, as positions, is no work; nor are further heads of an input, such as a mask's slopes.
+        further = node.target is aten.pad.default and program.sources[node][0][0].op != "call_function"
+        if is_backward(node) or node.name in padded or further or not program.sources[node]:
             continue
         found = left.keys() & factors_of(operator_types(node, program, dims)).keys()
         for key in found:

@@ -9,9 +9,16 @@ from torch import fx
 
 from autopar._torch_compat import FakeTensor, OpOverload
 from autopar.ir.graph import map_nodes
-from autopar.passes.canonicalize.masks.walk import SAME, VIEWS
 
 aten = torch.ops.aten
+
+SAME = (
+    aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default, aten.expand.default,
+    aten.lift_fresh_copy.default, aten._to_copy.default, aten.to.dtype,
+)  # fmt: skip
+"""Operators that give the same elements, broadcast, or in another dtype."""
+
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default)
 
 FILLED = {aten.zeros.default: 0, aten.ones.default: 1, aten.full.default: None}
 
@@ -128,6 +135,6 @@ def _is_function(node: fx.Node) -> bool:
 
 
 def value_of(node: Any) -> torch.Tensor:
-    """The fake value of a node."""
+    """The tensor that a node is said to have, of a shape and a dtype."""
     value: torch.Tensor = node.meta["val"]
     return value

@@ -14,25 +14,14 @@ from torch import fx
 from autopar._torch_compat import FakeTensor, OpOverload
 from autopar.ir.graph import inherit_origin, insert_call
 from autopar.ir.node_info import info, set_info
-from autopar.passes.canonicalize.masks.constants import FILLED, Constants, value_of
+from autopar.passes.canonicalize.masks.constants import FILLED, SAME, VIEWS, Constants, value_of
 from autopar.passes.canonicalize.masks.positions import Linear, Window, positions_of_runs
 
 aten = torch.ops.aten
 
-SAME = (
-    aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default, aten.expand.default,
-    aten.lift_fresh_copy.default, aten._to_copy.default, aten.to.dtype,
-)  # fmt: skip
-"""Operators that give the same elements, broadcast, or in another dtype."""
-
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default)
-
 _ANDS = (aten.bitwise_and.Tensor, aten.logical_and.default, aten.__and__.Tensor)
-
 _ORS = (aten.bitwise_or.Tensor, aten.logical_or.default, aten.__or__.Tensor)
-
 _NOTS = (aten.bitwise_not.default, aten.logical_not.default)
-
 _COMPARED = {
     getattr(getattr(aten, name), kind): name for name in ("le", "lt", "ge", "gt", "eq") for kind in ("Tensor", "Scalar")
 }
