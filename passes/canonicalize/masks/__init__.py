@@ -31,9 +31,9 @@ from autopar.ir.graph import computed, copy_graph
 from autopar.ir.ops.attention import attention, attention_backward
 from autopar.ir.ops.sequence.masked_attention import attention_masked, attention_masked_backward
 from autopar.ir.program import Program
-from autopar.passes.canonicalize.masks.constants import Constants, value_of
+from autopar.passes.canonicalize.masks.constants import SAME, VIEWS, Constants, value_of
 from autopar.passes.canonicalize.masks.positions import Window
-from autopar.passes.canonicalize.masks.walk import SAME, VIEWS, Opaque, Walk
+from autopar.passes.canonicalize.masks.walk import Opaque, Walk
 
 aten = torch.ops.aten
 

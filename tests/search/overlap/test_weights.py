@@ -91,6 +91,7 @@ def test_features_of_a_labeling_are_what_it_costs_under_any_weights(name: str, m
         cuts += [(labels, formulation.features(labels), None) for labels in met]
         cuts.append((best, formulation.features(best), formulation))
     assert len(cuts) >= 6
+    same: list[bool] = []
     for problem, formulation, bound in zip(problems, built, bounds, strict=True):
         weights = problem.weights
         assert weights is not None
@@ -99,12 +100,14 @@ def test_features_of_a_labeling_are_what_it_costs_under_any_weights(name: str, m
             # Labels may charge a reader for a slice of a value that it takes as made; the best do not.
             charged = evaluate(formulation.problem, labels)[0]
             assert cost == pytest.approx(charged, rel=1e-9) if best_of is formulation else cost <= charged * (1 + 1e-9)
-            # Label by label, and pair by pair, it is the same.
+            # Label by label, and pair by pair, it is the same, but for what is charged so.
             assert formulation.spent is not None
-            seconds = step_seconds(formulation.spent, weights.step, labels)
-            assert seconds == pytest.approx(weights.step.seconds(features), rel=1e-9)
+            least, seconds = weights.step.seconds(features), step_seconds(formulation.spent, weights.step, labels)
+            assert least <= seconds * (1 + 1e-9)
+            same.append(seconds == pytest.approx(least, rel=1e-9))
             # A plan is a cut: its longest rows bound its time, and no bound is above the cost of any plan.
             assert bound <= cost * (1 + 1e-9) <= weights.step.seconds(features) * (1 + 2e-9)
+    assert sum(same) >= len(same) / 2
 
 
 def test_the_level_method_reaches_the_best_weights_of_known_plans() -> None:
