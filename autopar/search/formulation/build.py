@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.ir.program import Program
 from autopar.search.formulation.connections import Connection, connections, features_of, spent
@@ -23,7 +24,17 @@ from autopar.search.formulation.variables.tensors import (
     result_variable,
     tensor_variable,
 )
-from autopar.search.formulation.variables.variable import IN_BOTH, READABLE, Floats, Ints, Variable
+from autopar.search.formulation.variables.variable import (
+    FORWARD_ONLY,
+    IN_BOTH,
+    IN_FORWARD,
+    READABLE,
+    RECOMPUTED,
+    SAVED,
+    Floats,
+    Ints,
+    Variable,
+)
 from autopar.search.overlap.weights import Weights
 from autopar.search.solver.problem import Edge, Node, Problem
 from autopar.sharding.dims import Dims
@@ -125,22 +136,42 @@ def _with_readers_as_made(
 ) -> tuple[Variable, ...]:
     """The variables; consumer layouts tell in which layout their value is made where readers may take it so for less.
 
-    Else they would be charged for a slice of the moved value, which no plan takes. On three axes these labels are so
-    many that other gaps become wider than what they close.
+    Else they would be charged for a slice of the moved value, which no plan takes; and for a moved value that is saved,
+    or moved once more, where the backward pass takes only the value as it was made. On three axes these labels are so
+    many that other gaps become wider than what they close: there only those are added that hold less for the backward
+    pass.
     """
     known = {v.key: v for v in variables}
     for c in joined:
-        if not c.shares(context) or len(context.sizes) > MOST_AXES:
-            continue
         source, consumer = known[c.source], known[c.target]
+        if not c.shares(context) or (consumer.state is None and len(context.sizes) > MOST_AXES):
+            continue
         read = [known[d.target].ports[d.into] for d in joined if d.source == c.target]
         made = np.intersect1d(source.ports[c.out], np.concatenate(read))
         layout = consumer.ports["out", 0]
-        sliced = context.tables.of(consumer.types["out", 0]).sliced[np.ix_(layout, made)] & (layout[:, None] != made)
+        table = context.tables.of(consumer.types["out", 0])
+        sliced = table.sliced[np.ix_(layout, made)] & (layout[:, None] != made) & (len(context.sizes) <= MOST_AXES)
+        # Else to save the moved value holds no more than what was made.
+        less = (table.parts[layout][:, None] < table.parts[made]) & np.isfinite(table.seconds[np.ix_(made, layout)].T)
         labels, which = np.nonzero(sliced)
-        every = np.concatenate([np.arange(len(layout)), labels])
-        known[c.target] = consumer.reading_as_made(every, np.concatenate([np.zeros_like(layout), 1 + made[which]]))
+        freed, of = np.nonzero(less & _may_be_forward_only(consumer)[:, None])
+        known[c.target] = consumer.reading_as_made(
+            np.concatenate([np.arange(len(layout)), labels, freed]),
+            np.concatenate([np.zeros_like(layout), 1 + made[which], 1 + made[of]]),
+            np.arange(len(layout) + len(labels) + len(freed)) >= len(layout) + len(labels),
+        )
     return tuple(known.values())
+
+
+def _may_be_forward_only(consumer: Variable) -> NDArray[np.bool_]:
+    """Labels of a consumer layout, one for each layout, of which there is one that holds it in the forward pass alone.
+
+    A consumer layout of an invariant is moved once a step unless the plan says that it is re-gathered.
+    """
+    if consumer.state is None or (consumer.invariant and (consumer.alias_only or RECOMPUTED not in consumer.state)):
+        return np.zeros(len(consumer.cost), dtype=bool)
+    found: NDArray[np.bool_] = consumer.state == (SAVED if SAVED in consumer.state else RECOMPUTED)
+    return found
 
 
 def _edges(context: BuildContext, variables: Sequence[Variable], joined: Sequence[Connection]) -> list[Edge]:
@@ -174,21 +205,26 @@ def _edge_table(
     Returns:
         The table, the row of each label of the producer, and the column of each label of the reader.
     """
-    # There are four rows and columns of `READABLE`: a layout, one of these and `Variable.made` are digits of a number.
-    known = tables.of(u.types[joined.out])
-    count = 4 * len(known.layouts)
-    rows, u_group = np.unique(count * u.made + 4 * u.ports[joined.out] + u.readable, return_inverse=True)
-    columns, v_group = np.unique(count * v.made + 4 * v.ports[joined.into] + v.reads, return_inverse=True)
+    # A layout, a row or a column of `READABLE` and `Variable.made` are digits of a number.
+    known, base = tables.of(u.types[joined.out]), len(READABLE)
+    count = base * len(known.layouts)
+    rows, u_group = np.unique(count * u.made + base * u.ports[joined.out] + u.readable, return_inverse=True)
+    columns, v_group = np.unique(count * v.made + base * v.ports[joined.into] + v.reads, return_inverse=True)
     (row_made, rows), (column_made, columns) = np.divmod(rows, count), np.divmod(columns, count)
-    row, column, reads = rows // 4, columns // 4, columns % 4
+    (row, readable), (column, reads) = np.divmod(rows, base), np.divmod(columns, base)
     # By `Variable.reads`: both passes move the value, and before the microbatches it is moved once per step.
     moves = joined.moves
-    times = (joined.weight * np.array([moves, moves, moves, 1])[:, None] * prices)[reads]
+    by_time = joined.weight * np.array([moves, moves, moves, 1])[:, None] * prices
+    times = np.concatenate([by_time, by_time[[IN_FORWARD]]])[reads]
     table = known.priced(row, column, times, chunks)
-    table[row_made[:, None] == column + 1] = 0  # read as it was made
+    as_made = row_made[:, None] == column + 1
+    table[as_made] = 0
     told = known.sliced[np.ix_(column, row)].T & (row[:, None] != column) & np.isin(row + 1, column_made)[:, None]
-    table[np.where(told, column_made != row[:, None] + 1, column_made > 0)] = np.inf
-    table[~READABLE[np.ix_(rows % 4, reads)]] = np.inf
+    # On more axes only some labels tell it: the others are for whatever was made.
+    untold = told & (column_made == 0) & (len(tables.machine.sizes) <= MOST_AXES)
+    table[untold | ((column_made > 0) & (column_made != row[:, None] + 1))] = np.inf
+    freed = (readable == FORWARD_ONLY)[:, None]
+    table[~READABLE[np.ix_(readable, reads)] & ~(as_made & freed)] = np.inf
     if v.alias_only:
         table[(table > 0) & (reads == IN_BOTH)] = np.inf
     return np.ascontiguousarray(table), u_group.astype(np.int64), v_group.astype(np.int64)

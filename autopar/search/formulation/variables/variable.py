@@ -1,6 +1,6 @@
 """`Variable`: one decision of the search, with the layouts and the activation states to choose from.
 
-Besides its layout, each value of the forward pass has one of five states:
+Besides its layout, each value of the forward pass has one of these states:
 
 - *not saved*: it is freed after its last reader in the forward pass;
 - *saved* for the backward pass, which takes memory;
@@ -9,8 +9,9 @@ Besides its layout, each value of the forward pass has one of five states:
 - *hoisted, then freed*: computed before the first microbatch, and only to compute what all microbatches share;
 - *offloaded* to host memory until the backward pass reads it, which takes the time of two copies.
 
-A consumer layout has the same states. A gathered parameter that is saved has the traffic of ZeRO-2, one that is
-re-gathered that of ZeRO-3 (https://arxiv.org/abs/1910.02054).
+A consumer layout has the same states, and one more: *moved for the forward pass alone*, and freed after it, since the
+backward pass reads the value only as it was made, which must be saved or recomputed. A gathered parameter that is saved
+has the traffic of ZeRO-2, one that is re-gathered that of ZeRO-3 (https://arxiv.org/abs/1910.02054).
 
 In a step of microbatches, values that depend on parameters alone are microbatch-invariant (`autopar.memory.hoist`):
 where they are saved, they are computed once per step and shared by all microbatches; where they are not saved or
@@ -34,18 +35,22 @@ Floats = NDArray[np.float64]
 Port = tuple[str, int]
 """``("in", 1)``: second tensor argument; ``("out", 0)``: first output."""
 
-NOT_SAVED, SAVED, RECOMPUTED, HOISTED_FREED, OFFLOADED = 0, 1, 2, 3, 4
+NOT_SAVED, SAVED, RECOMPUTED, HOISTED_FREED, FORWARD_ONLY, OFFLOADED = 0, 1, 2, 3, 4, 5
 """States of a value of the forward pass."""
 
-IN_FORWARD, IN_BACKWARD, IN_BOTH, BEFORE_MICROBATCHES = 0, 1, 2, 3
-"""When a label reads its arguments. Labels of programs without a backward pass read them in the forward pass."""
+IN_FORWARD, IN_BACKWARD, IN_BOTH, BEFORE_MICROBATCHES, BESIDE_BACKWARD = 0, 1, 2, 3, 4
+"""When a label reads its arguments. Labels of programs without a backward pass read them in the forward pass.
 
-READABLE = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 1]], dtype=bool)
+`BESIDE_BACKWARD`: in the forward pass, of a value that the backward pass reads, too, as it was made.
+"""
+
+READABLE = np.array([[1, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 1], [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]], dtype=bool)
 """By state, when a value can be read.
 
 What each microbatch computes is not there before the first one. Nor can a recomputed invariant be read there: to save
 it, or to recompute its reader as well, is never worse. There is no row for `OFFLOADED`: it is back when it is read, so
-that it is as readable as `SAVED`.
+that it is as readable as `SAVED`. Whatever the state of a consumer layout, who takes the value as it was made does not
+read the moved one; only `FORWARD_ONLY` makes use of that.
 """
 
 
@@ -62,8 +67,8 @@ class Variable:
         cost: seconds of each label, all members together.
         memory: bytes of each label, all members together.
         candidate: of each label, its number among ``choices``.
-        state: of each label, `NOT_SAVED`, `SAVED`, `RECOMPUTED`, `HOISTED_FREED` or `OFFLOADED`; None for variables
-            without such a choice.
+        state: of each label, `NOT_SAVED`, `SAVED`, `RECOMPUTED`, `HOISTED_FREED`, `FORWARD_ONLY` or `OFFLOADED`; None
+            for variables without such a choice.
         backward: whether it is an operator of the backward pass, or a consumer layout that only such operators read.
         working: bytes of the arguments and results of one operator under each label; None for tensors.
         invariant: whether all microbatches share it where it is saved.
@@ -114,6 +119,7 @@ class Variable:
             return np.full(len(self.cost), only)
         hoisted = (self.state == SAVED) | (self.state == HOISTED_FREED)
         first = np.where(hoisted, BEFORE_MICROBATCHES, IN_FORWARD) if self.invariant else IN_FORWARD
+        first = np.where(self.state == FORWARD_ONLY, BESIDE_BACKWARD, first)
         return np.where(self.state == RECOMPUTED, IN_BOTH, first)
 
     @property
@@ -125,6 +131,8 @@ class Variable:
         named: NDArray[np.bool_] = self.invariant & (self.state == NOT_SAVED)
         if not self.alias_only:
             named |= self.state == RECOMPUTED
+            # Named as well where the value that the backward pass reads may be recomputed.
+            named |= (self.state == FORWARD_ONLY) & (self.state == RECOMPUTED).any()
         return named
 
     @property
@@ -136,15 +144,21 @@ class Variable:
         """The layout of a tensor under a label."""
         return tables.of(self.types["in", 0]).layouts[int(self.ports["in", 0][label])]
 
-    def reading_as_made(self, labels: Ints, made: Ints) -> Variable:
-        """The variable of a consumer layout with some of its labels, once or more, and for these ``read_as_made``."""
+    def reading_as_made(self, labels: Ints, made: Ints, forward_only: NDArray[np.bool_]) -> Variable:
+        """The variable of a consumer layout with some of its labels, once or more, and for these ``read_as_made``.
+
+        Args:
+            labels: some of its labels.
+            made: ``read_as_made`` of each.
+            forward_only: which of them hold nothing beyond the forward pass: their state becomes `FORWARD_ONLY`.
+        """
         return replace(
             self,
             ports={port: numbers[labels] for port, numbers in self.ports.items()},
             cost=self.cost[labels],
-            memory=self.memory[labels],
+            memory=np.where(forward_only, 0.0, self.memory[labels]),
             candidate=self.candidate[labels],
-            state=None if self.state is None else self.state[labels],
+            state=None if self.state is None else np.where(forward_only, FORWARD_ONLY, self.state[labels]),
             read_as_made=made,
         )
 
@@ -171,7 +185,7 @@ class Variable:
         state = np.repeat(np.array(states, dtype=np.int64), n)
         # By state: a saved invariant runs once per step, and what is recomputed runs twice.
         first, second, once = prices[0] * runs, prices[1] * runs, prices[2]
-        repeats = np.array([first, once if self.invariant else first, first + second, once, first])[state]
+        repeats = np.array([first, once if self.invariant else first, first + second, once, first, first])[state]
         copy_seconds = 0.0 if copies is None else np.where(state == OFFLOADED, prices[0] * np.tile(copies, times), 0.0)
         return replace(
             self,
