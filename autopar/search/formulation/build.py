@@ -138,19 +138,18 @@ def _with_readers_as_made(
 
     Else they would be charged for a slice of the moved value, which no plan takes; and for a moved value that is saved,
     or moved once more, where the backward pass takes only the value as it was made. On three axes these labels are so
-    many that other gaps become wider than what they close: there only those are added that hold less for the backward
-    pass.
+    many that other gaps become wider than what they close.
     """
     known = {v.key: v for v in variables}
     for c in joined:
-        source, consumer = known[c.source], known[c.target]
-        if not c.shares(context) or (consumer.state is None and len(context.sizes) > MOST_AXES):
+        if not c.shares(context) or len(context.sizes) > MOST_AXES:
             continue
+        source, consumer = known[c.source], known[c.target]
         read = [known[d.target].ports[d.into] for d in joined if d.source == c.target]
         made = np.intersect1d(source.ports[c.out], np.concatenate(read))
         layout = consumer.ports["out", 0]
         table = context.tables.of(consumer.types["out", 0])
-        sliced = table.sliced[np.ix_(layout, made)] & (layout[:, None] != made) & (len(context.sizes) <= MOST_AXES)
+        sliced = table.sliced[np.ix_(layout, made)] & (layout[:, None] != made)
         # Else to save the moved value holds no more than what was made.
         less = (table.parts[layout][:, None] < table.parts[made]) & np.isfinite(table.seconds[np.ix_(made, layout)].T)
         labels, which = np.nonzero(sliced)
@@ -220,9 +219,7 @@ def _edge_table(
     as_made = row_made[:, None] == column + 1
     table[as_made] = 0
     told = known.sliced[np.ix_(column, row)].T & (row[:, None] != column) & np.isin(row + 1, column_made)[:, None]
-    # On more axes only some labels tell it: the others are for whatever was made.
-    untold = told & (column_made == 0) & (len(tables.machine.sizes) <= MOST_AXES)
-    table[untold | ((column_made > 0) & (column_made != row[:, None] + 1))] = np.inf
+    table[(told & (column_made == 0)) | ((column_made > 0) & (column_made != row[:, None] + 1))] = np.inf
     freed = (readable == FORWARD_ONLY)[:, None]
     table[~READABLE[np.ix_(readable, reads)] & ~(as_made & freed)] = np.inf
     if v.alias_only:

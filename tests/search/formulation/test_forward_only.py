@@ -81,7 +81,7 @@ def gathered_for_the_forward_pass(dims: Dims, classes: LayerClasses, axes: int) 
 
 @pytest.mark.parametrize(
     ("axes", "recompute"),
-    [({"a": 4}, "regather"), ({"a": 4}, "search"), ({"a": 4, "b": 2, "c": 2}, "regather")],
+    [({"a": 4}, "regather"), ({"a": 4}, "search"), ({"a": 4, "b": 2}, "regather")],
     ids=str,
 )
 def test_no_more_counts_than_the_backward_pass_takes(
@@ -100,8 +100,7 @@ def test_no_more_counts_than_the_backward_pass_takes(
     assert peak_bytes(found) <= peak
     assert found.certificate.lower_bound <= counted * (1 + 1e-9)
     assert found.certificate.objective <= counted * (1 + 1e-3)
-    if len(axes) == 1:  # on three axes the search counts slices that no plan takes
-        assert counted == pytest.approx(predict(program, dims, free, classes).predicted.step_seconds)
+    assert counted == pytest.approx(predict(program, dims, free, classes).predicted.step_seconds)
     built = within.formulation(restrictions, within.states_and_activations(offload=False))
     (moved,) = (v for v in built.variables if v.key == f"consumer {value} 0")
     assert moved.state is not None
