@@ -195,9 +195,9 @@ def _sequence(program: Program, dims: Dims, axes: Mapping[str, int], roles: Role
             where = _chunks(dim, program, dims)
             factors = " x ".join(str(f.size) for f in dim)
             raise InfeasibleError(
-                f"the sequence ({length} positions of batch tensor {name}) cannot be split along {along}: {where} computes it as "
-                f"{factors}, of which only the first number can be split, and {parts} does not divide {pieces}; "
-                f"use {other}, or a smaller axis"
+                f"the sequence ({length} positions of batch tensor {name}) cannot be split along {along}: {where} "
+                f"computes it as {factors}, of which only the first number can be split, and {parts} does not "
+                f"divide {pieces}; use {other}, or a smaller axis"
             )
     if not (found and all(f.size % parts == 0 for f in found)):
         size = ", ".join(str(math.prod(f.size for f in dim)) for dim in lengths.values()) or "the batch has none"
