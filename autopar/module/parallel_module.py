@@ -120,7 +120,9 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
-        return self._autopar.call(args, kwargs)
+        # Under torch.compile around the model: the step has graphs of its own, and what chooses one cannot be traced.
+        call = torch.compiler.disable(self._autopar.call) if torch.compiler.is_compiling() else self._autopar.call
+        return call(args, kwargs)
 
     def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
