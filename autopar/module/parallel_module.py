@@ -121,7 +121,9 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
         # Under torch.compile around the model: the step has graphs of its own, and what chooses one cannot be traced.
-        call = torch.compiler.disable(self._autopar.call) if torch.compiler.is_compiling() else self._autopar.call
+        call = self._autopar.call
+        if torch.compiler.is_compiling():
+            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
         return call(args, kwargs)
 
     def specialize(self, batch: Any) -> None:
