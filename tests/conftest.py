@@ -29,10 +29,13 @@ settings.load_profile("default")
 
 DISTRIBUTED = "tests/distributed/"
 
+LONGEST = (DISTRIBUTED, "tests/test_docs.py", "tests/fuzz/")
+"""Groups that would keep one worker busy when the other is done."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest group first."""
-    items.sort(key=lambda item: not item.nodeid.startswith(DISTRIBUTED))
+    """The longest groups first."""
+    items.sort(key=lambda item: [not item.nodeid.startswith(name) for name in LONGEST])
 
 
 def pytest_collection_finish() -> None:

@@ -120,7 +120,11 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
-        return self._autopar.call(args, kwargs)
+        # Under torch.compile around the model: the step has graphs of its own, and what chooses one cannot be traced.
+        call = self._autopar.call
+        if torch.compiler.is_compiling():
+            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+        return call(args, kwargs)
 
     def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""

@@ -263,8 +263,11 @@ class MoveEmitter:
     def _all_reduce(self, local: fx.Node) -> fx.Node:
         # A tensor without dims has no last dim to hold the pairs.
         if self.type.dtype.startswith("complex"):
-            total = self._communicate(c10d.all_reduce.default, self._contiguous(local, [-1]), "sum")
-            return self._call(aten.reshape.default, total, self._shape(self.move.target))
+            shape = self._shape(self.move.target)
+            # The sizes themselves, where they are known: the graph of one microbatch is analyzed again.
+            flat = [-1] if -1 in shape else [math.prod(shape)]
+            total = self._communicate(c10d.all_reduce.default, self._contiguous(local, flat), "sum")
+            return self._call(aten.reshape.default, total, shape)
         return self._communicate(c10d.all_reduce.default, local, "sum")
 
     def _all_to_all(self, local: fx.Node) -> fx.Node:

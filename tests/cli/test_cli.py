@@ -192,7 +192,7 @@ def test_verify_exits_with_1_when_something_differs(model: str, monkeypatch: pyt
         first = report.first_difference or "aten.mm (node mm)"
         return SimpleNamespace(
             errors=errors, loss=report.loss, reference_loss=report.reference_loss, plan=report.plan,
-            reference=report.reference, note=report.note, first_difference=first,
+            reference=report.reference, note=report.note, lost=report.lost, first_difference=first,
         )  # fmt: skip
 
     monkeypatch.setattr(module, "verify", worse)

@@ -23,7 +23,9 @@ def slow_links(bandwidth: float = 2e4) -> Any:
     from autopar.costs.cluster import Cluster
 
     gpus = Cluster.preset("h100")
-    device = replace(gpus.device, flops=dict.fromkeys(gpus.device.flops, 1e6), launch=1e-12, units=1, host=0.0)
+    device = replace(
+        gpus.device, flops=dict.fromkeys(gpus.device.flops, 1e6), launch=1e-12, units=1, ramp=0.0, host=0.0
+    )
     links = tuple(replace(link, latency=1e-9, bandwidth=bandwidth) for link in gpus.links)
     return replace(gpus, device=device, links=links)
 

@@ -54,7 +54,7 @@ def test_rule(samples: Samples):
 class _Alone:
     """A split over one device."""
 
-    parts = 1
+    parts = steps = 1
 
     def __init__(self, sizes: dict[str, int], index: fx.Proxy) -> None:
         self.sizes, self.index = sizes, index

@@ -15,8 +15,8 @@ def rounded(values: torch.Tensor, bits: int) -> torch.Tensor:
     Returns:
         float32, of the same shape.
 
-    >>> rounded(torch.tensor([7.0, 3.2, -0.4]), 4)
-    tensor([ 7.,  3., -0.])
+    >>> rounded(torch.tensor([7.0, 3.2, 1.6]), 4)
+    tensor([7., 3., 2.])
     """
     largest = 2 ** (bits - 1) - 1
     found = []

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.errors import InfeasibleError
-from autopar.ir.graph import producer
+from autopar.ir.graph import module_path, producer, user_line
 from autopar.ir.layout import ByExpert, Factor, Layout, Placement, Replicate, Split, TensorType, is_boundary_layout
 from autopar.ir.program import Program
 from autopar.search.formulation.pins import Restrictions
@@ -185,11 +185,33 @@ def _sequence(program: Program, dims: Dims, axes: Mapping[str, int], roles: Role
         return []
     found = sequence_factors(program, dims)
     parts, along = _extent(axes, roles, SEQUENCE, CONTEXT)
+    other = "role 'tensor'" if SEQUENCE in roles else "role 'shard'"
+    chosen = ids(found)
+    lengths = {n: dim for n, t in input_types(program, dims, "batch").items() for dim in t.dims if chosen & ids(dim)}
+    for name, dim in lengths.items():
+        length, pieces = math.prod(f.size for f in dim), dim[0].size
+        # A view into chunks, such as a scan's, makes two factors of a length that the axis may divide.
+        if pieces % parts and length % parts == 0:
+            where = _chunks(dim, program, dims)
+            factors = " x ".join(str(f.size) for f in dim)
+            raise InfeasibleError(
+                f"the sequence ({length} positions of batch tensor {name}) cannot be split along {along}: {where} "
+                f"computes it as {factors}, of which only the first number can be split, and {parts} does not "
+                f"divide {pieces}; use {other}, or a smaller axis"
+            )
     if not (found and all(f.size % parts == 0 for f in found)):
-        length = ", ".join(str(f.size) for f in found) or "the batch has none"
-        other = "role 'tensor'" if SEQUENCE in roles else "role 'shard'"
-        raise InfeasibleError(f"the sequence ({length}) does not divide along {along}; pad it, or use {other}")
+        size = ", ".join(str(math.prod(f.size for f in dim)) for dim in lengths.values()) or "the batch has none"
+        raise InfeasibleError(f"the sequence ({size}) does not divide along {along}; pad it, or use {other}")
     return found
+
+
+def _chunks(dim: Sequence[Factor], program: Program, dims: Dims) -> str:
+    """Where the first factor of a dim is a dim by itself: the first operator that makes one, in words."""
+    for node in program.graph.graph.nodes:
+        types = operator_types(node, program, dims) if node in dims.operators else ()
+        if any(len(found) == 1 and found[0] is dim[0] for type_ in types for found in type_.dims):
+            return f"{module_path(node) or 'the model'} ({user_line(node)})"
+    return "the model"
 
 
 def _experts(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> list[Factor]:

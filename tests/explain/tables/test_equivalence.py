@@ -10,7 +10,7 @@ from tests.explain.tables.stand_ins import hand_made_plan
 def outcome(errors: dict[str, float]) -> SimpleNamespace:
     loss = torch.tensor(1.25, dtype=torch.float64)
     return SimpleNamespace(
-        loss=loss, reference_loss=loss, errors=errors, plan=hand_made_plan(), reference="eager", note="",
+        loss=loss, reference_loss=loss, errors=errors, plan=hand_made_plan(), reference="eager", note="", lost={},
         first_difference="aten.mm (node mm)",
     )  # fmt: skip
 

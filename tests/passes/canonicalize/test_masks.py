@@ -138,7 +138,7 @@ def test_functions_of_masks(name: str) -> None:
 
 def test_of_a_large_batch_of_equal_samples_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of the positions that transformers makes: the mask of packed documents is causal, whatever the batch."""
-    monkeypatch.setattr(masks, "_LARGEST", TOKENS + 1)  # less than two samples
+    monkeypatch.setattr(masks.constants, "_LARGEST", TOKENS + 1)  # less than two samples
     forward, backward = kernels(lambda m, g: as_transformers(torch.arange(TOKENS)[None].expand(ROWS, -1)))
     assert forward.target is attention and forward.args[3] is None and forward.args[6]
     assert backward.args[4] is None and backward.args[9]

@@ -345,6 +345,29 @@ def test_sizes_that_do_not_divide(name: str, axes: dict[str, int], recipe: str, 
         planned(name, axes, recipe=recipe, padding=False)
 
 
+class Chunks(torch.nn.Module):
+    """Looks at a sequence as two chunks, as scans do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).unflatten(1, (2, -1)).mean(2).square().sum(1).mean()
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (4, r"\(32 positions of batch tensor 0\) cannot .* axis a=4: .*\.py:\d+\) computes it as 2 x 16, of which"),
+        (3, r"the sequence \(32\) does not divide along axis a=3; pad it"),
+    ],
+)
+def test_a_sequence_in_chunks_is_not_said_to_be_short(size: int, message: str) -> None:
+    with pytest.raises(InfeasibleError, match=message):
+        solve(program_of(Chunks(), (torch.randn(4, 32, 8),)), {"a": size}, "cpu", search=Search(roles={"a": "context"}))
+
+
 def test_public_plan_and_verify() -> None:
     model, batch = zoo.mlp()
     plan = autopar.plan(model, batch, cluster="h100", axes=LINE, search=Search(recipe="fsdp"))

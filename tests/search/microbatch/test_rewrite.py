@@ -122,6 +122,26 @@ def test_backward_calls_add_up_also_without_synchronization() -> None:
     torch.testing.assert_close(model.up.weight.grad, plain.up.weight.grad)
 
 
+class Spectrum(nn.Module):
+    """Weights of complex numbers, of one dim and of none, as of filters of frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(5, 2))
+        self.scale = nn.Parameter(torch.randn((), dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.fft.rfft(x) * torch.view_as_complex(self.filter) * self.scale
+        return torch.fft.irfft(found, n=8).square().mean()
+
+
+def test_complex_gradients_are_added_up() -> None:
+    """Their all-reduce takes a flat tensor, and the graph of one microbatch is analyzed again."""
+    torch.manual_seed(0)
+    report = verify(Spectrum(), (torch.randn(8, 8),), {"a": 2}, plan="random", microbatches=2)
+    assert report.max_error < BOUND, report.worst
+
+
 def test_what_cannot_be_cut_is_refused() -> None:
     batch = (torch.randn(8, 8),)
     with pytest.raises(InfeasibleError, match=r"2 microbatches: aten.* takes something of the whole batch"):

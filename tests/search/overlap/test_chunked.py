@@ -23,19 +23,19 @@ from tests.search.overlap.test_weights import AXES, drawn
 RECIPES = ("megatron", "megatron-sequence")
 
 
-@pytest.mark.parametrize(("bandwidth", "least"), [(4e4, 3), pytest.param(1e5, 1, marks=pytest.mark.deep)])
-def test_no_plan_hides_more_than_the_bound_counts(bandwidth: float, least: int) -> None:
+@pytest.mark.parametrize("bandwidth", [4e4, pytest.param(1e5, marks=pytest.mark.deep)])
+def test_no_plan_hides_more_than_the_bound_counts(bandwidth: float) -> None:
     program, cluster = program_of(*residuals()), slow_links(bandwidth)
     dims = analyze(program)
     classes = layer_classes(program, dims)
-    plans = [random_plan(program, dims, AXES, cluster, seed) for seed in range(16)]
+    plans = [random_plan(program, dims, AXES, cluster, seed) for seed in range(12)]
     plans += [solve(program, AXES, cluster, search=Search(recipe=r, cache=False)) for r in RECIPES]
     plans = [predict(program, dims, replace(plan, overlap=True), classes) for plan in plans]
-    assert sum(plan.predicted.chunked_seconds > 0 for plan in plans) >= least
+    assert sum(plan.predicted.chunked_seconds > 0 for plan in plans) > 2
     step = step_time_of(program, cluster.link_for(AXES))
     for plan in plans:
-        hidden = step.seconds(step_features(program, dims, plan, classes))
-        assert hidden <= plan.predicted.step_seconds * (1 + 1e-9)
+        least = step.seconds(step_features(program, dims, plan, classes))
+        assert least <= plan.predicted.step_seconds * (1 + 1e-9)
     fastest = min(plan.predicted.step_seconds for plan in plans)
     for weights in (Weights(step), *(drawn(program, seed, cluster) for seed in range(2))):
         found = plan_within(BudgetProblem.of(program, dims, classes, Job(AXES, cluster), weights))
