@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-import transformers
 
 from autopar.compiler import program_to_plan
 from benchmarks import case_studies
@@ -31,6 +30,8 @@ def shrink(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case not in MIXTURES:
         monkeypatch.setitem(case_studies.LLAMAS, case, (5, 64, 128, 8, 2, 256, 2**14 + 2**10))
         return
+    import transformers  # the module that the case gets: other tests may have imported it anew
+
     name, small = MIXTURES[case]
     whole = getattr(transformers, name)
     monkeypatch.setattr(transformers, name, lambda **given: whole(**{**given, **SMALL, **small}))
