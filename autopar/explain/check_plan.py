@@ -32,8 +32,19 @@ from autopar.ir.quantized.axes import QuantizedAxis, read_quantized
 from autopar.ir.signature.outputs import Loss
 from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.budget.lagrangian import fits
+from autopar.search.formulation.axis_roles import DATA
 from autopar.search.formulation.local_axes import QUANTIZED
-from autopar.search.options import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGE_ORDER, STAGES, VIRTUAL, Progress, Search
+from autopar.search.options import (
+    MICROBATCHES,
+    SCHEDULE,
+    SHARES,
+    STAGE_AXIS,
+    STAGE_ORDER,
+    STAGES,
+    VIRTUAL,
+    Progress,
+    Search,
+)
 from autopar.search.recost import SAME, differences, recosted
 
 SHOWN = 3
@@ -135,6 +146,9 @@ def _space_of(plan: Plan) -> Search:
     apart = any(" @" in name for name in plan.choices)
     quantized = {q.axis: {what: q.bits(what) for what in q.what} for q in plan.quantized}
     given = Search(tie_layers=not apart, quantized=quantized, inexact=(QUANTIZED,) if quantized else ())
+    if plan.shares is not None:
+        axis, counts = plan.shares.axis, plan.shares.counts
+        return replace(given, roles={axis: DATA}, pins={SHARES: {axis: list(counts)}})
     if plan.pipeline is None:
         return given
     devices = dict(plan.axes)[plan.pipeline.axis]

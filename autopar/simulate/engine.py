@@ -21,8 +21,8 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     """Run tasks, each as early as its stream, its host and what it waits for allow.
 
     Takes time in proportion to the tasks and what they wait for. A task that starts earlier or takes less never makes
-    another later: the order on a stream is given, not chosen. Where devices share
-    cores (`Task.alone`) kernels take the less, the fewer devices compute.
+    another later: the order on a stream is given, not chosen. That does not hold where devices share cores
+    (`Task.alone`): kernels are faster there, the fewer devices compute.
 
     Args:
         tasks: in program order: the order in which a device's host launches them, and that of each stream.
@@ -36,31 +36,36 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     waits = _waits(tasks)
     launched = _launched(tasks)
     members, group_of = _groups(tasks)
-    if any(task.alone > 1 for task in tasks):
-        start, end, done = run_together(tasks, waits, launched, members, group_of)
-    else:
-        start, end, done = _run(tasks, waits, launched, members, group_of)
+    run = run_together if any(task.alone > 1 for task in tasks) else _run
+    start, end, done = run(tasks, *_waiting(waits, members, group_of), launched, members, group_of)
     # A group in a circle is never startable.
     if len(done) < len(tasks):
         raise DeadlockError(_circle(tasks, waits, [members[group] for group in group_of], set(done)))
     return Timeline(tasks, np.array(start), np.array(end), np.array(launched), np.array(done, dtype=np.int64))
 
 
-def _run(
-    tasks: Sequence[Task],
-    waits: Sequence[Sequence[int]],
-    launched: Sequence[float],
-    members: Sequence[Sequence[int]],
-    group_of: Sequence[int],
-) -> Times:
-    """Each task takes its seconds, whatever else runs; the arguments are those of `run_together`."""
-    waiting: list[list[int]] = [[] for _ in tasks]
+def _waiting(
+    waits: Sequence[Sequence[int]], members: Sequence[Sequence[int]], group_of: Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
+    """The tasks that wait for each, and how many ends each group waits for."""
+    waiting: list[list[int]] = [[] for _ in waits]
     pending = [0] * len(members)
     for index, sources in enumerate(waits):
         pending[group_of[index]] += len(sources)
         for source in sources:
             waiting[source].append(index)
+    return waiting, pending
 
+
+def _run(
+    tasks: Sequence[Task],
+    waiting: Sequence[Sequence[int]],
+    pending: list[int],
+    launched: Sequence[float],
+    members: Sequence[Sequence[int]],
+    group_of: Sequence[int],
+) -> Times:
+    """Each task takes its seconds, whatever else runs; the arguments are those of `run_together`."""
     # Kahn's algorithm over groups of tasks that start together. It need not go by time: a start is the largest of the
     # ends that it waits for, whichever order they are found in.
     ready, start, end = list(launched), [math.nan] * len(tasks), [math.nan] * len(tasks)

@@ -14,7 +14,8 @@ Times = tuple[list[float], list[float], list[int]]
 
 def run_together(
     tasks: Sequence[Task],
-    waits: Sequence[Sequence[int]],
+    waiting: Sequence[Sequence[int]],
+    pending: list[int],
     launched: Sequence[float],
     members: Sequence[Sequence[int]],
     group_of: Sequence[int],
@@ -27,18 +28,13 @@ def run_together(
 
     Args:
         tasks: in program order.
-        waits: positions of what each waits for.
+        waiting: positions of the tasks that wait for each.
+        pending: how many ends each group waits for; it is counted down.
         launched: when each task's launch ends.
         members: positions of the tasks that start together, by group.
         group_of: the group of each task.
     """
     alone, devices = max(t.alone for t in tasks), len({t.device for t in tasks})
-    waiting: list[list[int]] = [[] for _ in tasks]
-    pending = [0] * len(members)
-    for index, sources in enumerate(waits):
-        pending[group_of[index]] += len(sources)
-        for source in sources:
-            waiting[source].append(index)
     start, end, done = [math.nan] * len(tasks), [math.nan] * len(tasks), list[int]()
     now = work = 0.0  # seconds, and seconds that each kernel would have come to while all devices compute
     startable = [(max(launched[i] for i in members[g]), g) for g, count in enumerate(pending) if not count]

@@ -51,10 +51,12 @@ def best_shares(program: Program, job: Job) -> Plan:
 
     Raises:
         InfeasibleError: the axis does more than split the batch, or nothing fits.
+        ValueError: the mesh has no such axis, or not as many devices along it.
     """
     pinned = job.search.shares
     assert pinned is not None
     axis, given = pinned
+    job.search.require_axes(job.axes)
     _require_role(axis, job)
     if given is not None:
         numbers = [Shares(axis, given).microbatches]

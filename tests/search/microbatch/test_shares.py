@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +21,14 @@ from autopar.costs.mixed.shares import Shares
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.ops.random import seeded
 from autopar.ir.plan import Plan
+from autopar.parallelize import parallelize
 from autopar.search.microbatch.shares import fastest, last_device
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.search.recost import differences, recosted
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
+from tests import models
 
 AXES = {"node": 2, "gpu": 2}
 
@@ -93,6 +96,9 @@ def test_shares_compute_what_one_device_does(counts: Any, inner: str) -> None:
     # As a file, and counted anew.
     assert type(plan).from_dict(plan.to_dict()).shares == plan.shares
     assert not [*differences(plan, recosted(program, plan))]
+    if inner == "shard":
+        checked = plan.check(model, batch, memory="1TiB", search=search).certificate
+        assert checked.objective == pytest.approx(plan.certificate.objective) and checked.checked is not None
     assert plan.certificate.lower_bound <= plan.certificate.objective
     assert f"{plan.shares} of these along axis node" in str(plan)
     # The simulator's step is that of the devices that are done last.
@@ -121,6 +127,40 @@ def test_the_slower_a_node_the_less_it_gets_and_no_plan_is_below_the_bound() -> 
         assert best.certificate.objective <= min(others) * (1 + 1e-9)
         assert best.certificate.lower_bound <= best.certificate.objective
         assert best.certificate.gap < 0.15
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.deep) for n in range(2, 13))])
+def test_plans_for_random_devices(seed: int) -> None:
+    """An axis without a role is split in many ways, as costs are drawn; all compute what one device does."""
+    draw = random.Random(seed)
+    model, batch = models.llama(batch=12)
+
+    def loss_fn(output: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = output["loss"]
+        return loss
+
+    cluster = mixed(draw.uniform(0.3, 1.0))
+    groups = tuple(
+        replace(g, links=tuple(replace(k, bandwidth=10 ** draw.uniform(5, 11)) for k in g.links))
+        for g in cluster.groups
+    )
+    cluster = Cluster.of_groups("drawn", groups, cluster.between)
+    counts = draw.choice([(2, 4), (5, 1), (3, 3), (1, 3)])
+    search = Search(roles={"node": "data"}, pins={"shares": {"node": counts}}, cache=False)
+    plan = solve(program_of(model, batch, loss_fn=loss_fn), AXES, cluster, search=search)
+    assert plan.shares is not None and plan.shares.counts == counts
+    assert autopar.verify(model, batch, AXES, plan=plan, loss_fn=loss_fn).max_error < 1e-9
+    if seed == 2:  # no search is said: that for these shares
+        checked = plan.check(model, batch, loss_fn=loss_fn, memory="1TiB").certificate
+        assert checked.objective == pytest.approx(plan.certificate.objective)
+
+
+def test_each_rank_is_given_the_whole_batch_on_a_mesh_that_has_the_axis() -> None:
+    search = Search(roles={"node": "data"}, pins={"shares": {"node": [3, 1]}})
+    with pytest.raises(ValueError, match='pass the whole batch on each rank, inputs="global"'):
+        parallelize(Net(), None, inputs="local", search=search)
+    with pytest.raises(ValueError, match=r"'node'.*the mesh has a"):
+        autopar.verify(Net(), batch_of(), {"a": 2}, pins=search.pins)
 
 
 @pytest.mark.parametrize(
