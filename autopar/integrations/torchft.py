@@ -167,10 +167,10 @@ def _exchange(device: torch.device) -> Any:
             inner = group_world_size or 1
             numbers = [r // inner for r in global_ranks or range(world_size)]
             store = create_store_client(store_addr, timeout=timedelta(seconds=self._seconds))
-            own = self._own()
-            cards = swap_cards(store, own, rank, numbers, self._seconds, lambda n: f"rank {group_rank} of group {n}")
-            self.refused = difference(own, cards)
-            wrong = self.refused or next((d for c in cards if (d := difference(c, cards))), "")
+            own, who = self._own(), f"rank {group_rank} of group {{}}"
+            cards = swap_cards(store, own, rank, numbers, self._seconds, who.format)
+            self.refused = difference(cards, rank)
+            wrong = self.refused or next((d for i in range(world_size) if (d := difference(cards, i))), "")
             if wrong:
                 raise ValueError(wrong)
             super().configure(

@@ -84,18 +84,18 @@ _COMPARED = (
 )  # fmt: skip
 
 
-def difference(own: Card, cards: Sequence[Card]) -> str:
-    """Why a group cannot be one of those that have met, with the remedy; empty: it can.
+def difference(cards: Sequence[Card], at: int) -> str:
+    """Why the group of one card cannot be one of those that have met, with the remedy; empty: it can.
 
     Those that have done the most steps are right, and of these the first.
     """
-    twins = [c for c in cards if c.group == own.group]
-    if len(twins) > 1 and own.step <= max(c.step for c in twins if c is not own):
+    own, right = cards[at], max(cards, key=lambda c: c.step)
+    twins = [i for i, c in enumerate(cards) if c.group == own.group]
+    if at != max(twins, key=lambda i: cards[i].step):
         return (
             f"two groups have the number {own.group}: give each its own group=, and start a group anew when its "
             "processes have ended"
         )
-    right = max(cards, key=lambda c: c.step)
     for attribute, words, remedy in _COMPARED:
         mine, theirs = getattr(own, attribute), getattr(right, attribute)
         if mine != theirs:
