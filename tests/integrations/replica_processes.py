@@ -95,7 +95,7 @@ def wait_for(name):
 
 
 def die(step, where):
-    if [step, where] == told.get("die"):
+    if [step, where] == told.get("die") and told.get("dies_alone", rank) == rank:
         time.sleep(1.0)  # what was sent has arrived
         say(dies=step, where=where)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -147,8 +147,8 @@ say(ready=True)
 wait_for(told["go"])
 for step in run.steps(told["total"]):
     say(begins=step, digest=digest(own_state(model, optimizer, run._stateful)), members=run.members, healed=run.healed)
-    if step == told.get("pause_at"):
-        wait_for("back")
+    if str(step) in told.get("pauses", {}):
+        wait_for(told["pauses"][str(step)])
     if step >= told.get("slow_from", 1000):
         time.sleep(0.2)
     die(step, "quorum")
@@ -235,7 +235,7 @@ class Groups:
             "store": str(self.folder / f"store-{self.starts}"), "go": "go", **told,
         }  # fmt: skip
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RUST_LOG": "off"}
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
         self.running[group] = []
         for rank in range(self.size):
             with (self.folder / f"said-{self.starts}-{group}-{rank}").open("wb") as out:

@@ -81,7 +81,7 @@ def test_two_groups_are_one_device_with_the_whole_batch() -> None:
 
 
 def four_ranks(rank: int) -> None:
-    """Two groups of two ranks with shards, which average over the outer axis; the second then takes the first's state."""
+    """Two groups of two ranks with shards, which average over the outer axis; the second takes the first's state."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "gpu"))
     number, across = mesh.get_coordinate()[0], mesh.get_group("group")
     model = parallel(mesh["gpu"], search=autopar.Search(recipe="fsdp"), timeout=60)
