@@ -26,7 +26,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from autopar.checkpoint.arguments import PARALLEL
 from autopar.checkpoint.run import require_stateful
@@ -39,10 +39,7 @@ try:
     from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL, create_store_client
 except ImportError as e:
-    raise ImportError(
-        f"torchft cannot be imported: {e}; pip install 'torchft>=0.2' opentelemetry-api opentelemetry-sdk "
-        "opentelemetry-exporter-otlp-proto-http"
-    ) from e
+    raise ImportError(f"torchft cannot be imported: {e}; pip install 'torchft>=0.2'") from e
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The environment variable of the lighthouse's address, as torchft has it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ pytest.importorskip("torchft")
 from torchft.coordination import LighthouseServer
 
 from autopar.integrations.torchft import replica_groups
-from tests.integrations.replica_processes import Groups
+from tests.integrations.replica_processes import ROOT, Groups
 from tests.integrations.test_replicas import parallel
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -176,3 +178,26 @@ def test_waits_end_and_say_for_whom() -> None:
         next(run.steps(3))
     run.close()
     lighthouse.shutdown()
+
+
+@pytest.mark.deep
+def test_the_example() -> None:
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2)
+    port = lighthouse.address().rsplit(":", 1)[1]
+    environment = {
+        **os.environ, "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, "examples/torchft_groups.py", "--host", "localhost", "--steps", "4", "--group"]
+    both = [
+        subprocess.Popen([*words, str(g)], cwd=ROOT, env=environment, stdout=-1, stderr=-2, text=True) for g in (0, 1)
+    ]
+    try:
+        for process in both:
+            said, _ = process.communicate(timeout=300)
+            assert process.returncode == 0 and "step 3 of groups [0, 1]: loss" in said, said
+    finally:
+        for process in both:
+            process.kill()
+        lighthouse.shutdown()

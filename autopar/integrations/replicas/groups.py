@@ -179,7 +179,7 @@ class ReplicaGroups:
     def _meet(self) -> None:
         """Meet the others, and take a peer's state if this group is behind: all ranks of the group, or none."""
         while True:
-            before, self._received = dict(self._manager.state_dict()), None
+            before = dict(self._manager.state_dict())
             with self._waits("meeting", f"the lighthouse, {self._others()}", self._seconds["quorum"]):
                 self._manager.start_quorum()
             error = self._manager.errored()
