@@ -98,7 +98,7 @@ def die(step, where):
     if [step, where] == told.get("die") and told.get("dies_alone", rank) == rank:
         time.sleep(1.0)  # what was sent has arrived
         say(dies=step, where=where)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), told.get("signal", signal.SIGKILL))
 
 
 def digest(state):
@@ -160,6 +160,8 @@ for step in run.steps(told["total"]):
     die(step, "backward")
     run.average_gradients()
     die(step, "exchange")
+    if [step, rank] == told.get("errs"):
+        run._manager.report_error(OSError("one rank has lost its connections"))
     norm = clip(model)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     if run.commit():

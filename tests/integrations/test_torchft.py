@@ -146,6 +146,30 @@ def test_a_group_with_another_plan_is_refused(groups: Any) -> None:
 
 
 @pytest.mark.deep
+def test_a_group_that_discards_alone_and_then_stands_still(groups: Any) -> None:
+    """It is behind each time, and takes the state of the other, which has waited no longer than it was told to."""
+    total = 12
+    run = groups(size=2, search={"recipe": "fsdp"}, total=total, slow_from=6, timeout=10)
+    run.start(0, pauses={6: "back"})
+    run.start(1, errs=[2, 1], die=[4, "quorum"], signal=int(signal.SIGSTOP))
+    run.begin()
+    run.wait(lambda: run.facts("begins", group=0, begins=6), "step 6 of group 0")
+    for process in run.running[1]:
+        process.send_signal(signal.SIGCONT)
+    run.wait(lambda: len(run.facts("discards", group=1)) == 4, "group 1 that goes on")
+    (run.folder / "back").touch()
+    assert run.ended(0) == [0, 0] == run.ended(1), run.said()
+    run.require_equal(total, [0, 1])
+    members = run.members()
+    # Group 0 had the share of group 1 in step 2.
+    assert [members[s] for s in (1, 2, 3, 4, 5, total - 1)] == [[0, 1]] * 3 + [[0]] * 2 + [[0, 1]]
+    assert [f["step"] for f in run.facts("step", group=1, rank=0)][:3] == [0, 1, 3]
+    assert {f["healed"] for f in run.facts("state", group=1)} == {2}
+    healed_as_its_peer(run)
+    assert "group 0: step 4 is discarded, after an exchange with groups 1" in run.said()
+
+
+@pytest.mark.deep
 def test_one_rank_of_a_group_is_killed(groups: Any) -> None:
     """The other one ends with an error that names it; the other group goes on."""
     run = groups(size=2, total=6, search={"recipe": "fsdp"})
