@@ -84,7 +84,7 @@ rank, group, folder = told["rank"], told["group"], told["folder"]
 
 def say(**facts):
     with open(f"{folder}/log", "a") as file:
-        file.write(json.dumps({"group": group, "rank": rank, "pid": os.getpid(), **facts}) + "\\n")
+        file.write(json.dumps({"group": group, "rank": rank, "time": time.time(), **facts}) + "\\n")
 
 
 def wait_for(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,11 +81,11 @@ def test_two_groups_are_one_device_with_the_whole_batch() -> None:
             torch.testing.assert_close(parameter.detach(), state[name], rtol=0, atol=1e-12)
 
 
-def four_ranks(rank: int) -> None:
+def four_ranks(rank: int, search: dict[str, Any], inputs: str) -> None:
     """Two groups of two ranks with shards, which average over the outer axis; the second takes the first's state."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "gpu"))
     number, across = mesh.get_coordinate()[0], mesh.get_group("group")
-    model = parallel(mesh["gpu"], search=autopar.Search(recipe="fsdp"), timeout=60)
+    model = parallel(mesh["gpu"], search=autopar.Search(**search), inputs=inputs, timeout=60)
     assert any(to_local(p).shape != p.shape for p in model.parameters())
     run, manager, _, optimizer, scheduler = group_of(number, model)
     manager.reduce = lambda flat: dist.all_reduce(flat, group=across)
@@ -118,8 +119,16 @@ def four_ranks(rank: int) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_shards_of_two_groups_on_four_processes(four: Ranks) -> None:
-    four.run(four_ranks)
+@pytest.mark.parametrize(
+    ("search", "inputs"),
+    [
+        ({"recipe": "fsdp"}, "local"),
+        pytest.param({"recipe": "megatron"}, "global", marks=pytest.mark.deep),
+        pytest.param({"pins": {"stages": 2, "microbatches": 3}}, "global", marks=pytest.mark.deep),
+    ],
+)
+def test_shards_of_two_groups_on_four_processes(four: Ranks, search: dict[str, Any], inputs: str) -> None:
+    four.run(four_ranks, search, inputs)
 
 
 def test_gradients_of_several_dtypes_and_missing_ones() -> None:
@@ -278,11 +287,33 @@ def test_what_the_body_leaves_out() -> None:
         optimizer.step()
     with pytest.raises(AutoparError, match=r"commit\(\) where the step is open"):
         run.commit()
+    with pytest.raises(AutoparError, match=r"has ended without average_gradients\(\)"):
+        next(steps)
+    steps = run.steps(3)
+    next(steps)
     run.average_gradients()
     assert run.commit()
-    with pytest.raises(AutoparError, match=r"has ended without optimizer\.step\(\)"):
-        next(steps)
+    with pytest.raises(AutoparError, match=r"step\(closure\) computes gradients within the step"):
+        optimizer.step(lambda: 1.0)
+    assert next(steps) == 1  # the script may leave the optimizer's step out, in all groups alike
     with pytest.raises(ValueError, match="total=23: so many rows"):
         run.rows(23)
     run.close()
     optimizer.step()  # its own again
+
+
+def test_a_checkpoint_has_the_step(tmp_path: Path) -> None:
+    run, _, model, optimizer, scheduler = group_of(0)
+    steps = run.steps(5)
+    for _ in range(2):
+        next(steps)
+        forward(run)
+        run.average_gradients()
+        assert run.commit()
+        optimizer.step()
+    assert run.leads
+    autopar.checkpoint.save(tmp_path, model, optimizer, run=run, scheduler=scheduler)
+    other, _, model, optimizer, scheduler = group_of(1)
+    autopar.checkpoint.load(tmp_path, model, optimizer, run=other, scheduler=scheduler)
+    assert next(other.steps(5)) == other.step == 2
+    assert not other.leads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,7 +60,7 @@ class ReplicaGroups:
         self._manager: Manager = manager
         self._exchange: Exchange = exchange
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._before_optimizer()),
+            optimizer.register_step_pre_hook(lambda _, *given: self._before_optimizer(*given)),
             optimizer.register_step_post_hook(lambda *_: self._after_optimizer()),
         ]
 
@@ -118,11 +118,11 @@ class ReplicaGroups:
                 break
             self._stage, self._begun = OPEN, beginning(self._model, self._stateful)
             yield self.step
-            if self._stage not in (STEPPED, CLOSED):
-                missing = {OPEN: "average_gradients()", AVERAGED: "commit()", COMMITTED: "optimizer.step()"}
+            if self._stage in (OPEN, AVERAGED):
+                missing = "average_gradients()" if self._stage == OPEN else "commit()"
                 raise AutoparError(
-                    f"the body of steps() has ended without {missing[self._stage]}: each step is backward(), "
-                    "average_gradients(), and `if commit(): optimizer.step()`"
+                    f"the body of steps() has ended without {missing}: each step is backward(), average_gradients(), "
+                    "and `if commit(): optimizer.step()`"
                 )
             self._stage = CLOSED
 
@@ -254,9 +254,15 @@ class ReplicaGroups:
                 "average_gradients(), and `if commit(): optimizer.step()`"
             )
 
-    def _before_optimizer(self) -> None:
-        if not self._model._autopar.deferred.is_aside:
-            self._require(COMMITTED, "optimizer.step()")
+    def _before_optimizer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self._model._autopar.deferred.is_aside:
+            return
+        self._require(COMMITTED, "optimizer.step()")
+        if any(callable(given) for given in (*args, *kwargs.values()) if given is not self._optimizer):
+            raise AutoparError(
+                "replica groups: optimizer.step(closure) computes gradients within the step, and they are averaged "
+                "before it: call backward() first, and step() without a closure"
+            )
 
     def _after_optimizer(self) -> None:
         if not self._model._autopar.deferred.is_aside:
