@@ -54,8 +54,11 @@ def bucket_collectives(program: Program, plan: Plan) -> Program:
     Those of a pipeline are joined within one graph of a stage: two stages that gather together would each need the
     parameters of both, and a gather for both parts of a split backward would be held from one to the other.
     """
-    gathers = _parameter_moves(program) if plan.overlap else []
-    members = [*gathers, *(_gradient_moves(program) if plan.overlap else _gradient_sums(program))]
+    gradients = _gradient_moves(program) if plan.overlap else _gradient_sums(program)
+    # The gradient of a loss that is linear in a parameter may be of parameters alone: it is one of `gradients` then.
+    own = set(gradients)
+    gathers = [n for n in _parameter_moves(program) if n not in own] if plan.overlap else []
+    members = [*gathers, *gradients]
     if not members:
         return program
     graph, machine, joined, early_ones = program.graph.graph, machine_of(plan), False, set(gathers)

@@ -233,6 +233,11 @@ def gather_scatter() -> Iterator[Sample]:
         yield call(aten.scatter_add.default, x(2, 4, 8), dim, places, x(*shape))
     yield call(aten.gather.default, boolean(2, 8), 1, integer(8, 2, 2))
     yield call(aten.gather.default, x(), 0, integer(1))
+    yield call(aten.gather.default, x(), 0, integer(1, 1))
+    yield call(aten.gather.default, x(4), 0, integer(4))
+    yield call(aten.scatter_add.default, x(4), 0, integer(4), x())
+    yield call(aten.scatter.value, x(), 0, integer(1, 1), 2.5)
+    yield call(aten.index_select.default, x(4, 2), 0, integer(4))
     once = torch.tensor([[7, 0], [3, 2]])  # each place once, or writing is ambiguous
     for value in (0, 2.5):
         yield call(aten.scatter.value, x(2, 8), 1, once, value)
