@@ -77,8 +77,8 @@ def cov(
     if weights is not None and aweights is not None and correction:
         divisor = total - correction * (weights * aweights).sum() / total
     product = centered @ (centered if weights is None else centered * weights).mH
-    least = max(divisor, 0) if weights is None else divisor.clamp_min(0)
-    return (product / least).squeeze()
+    found: torch.Tensor = product / (max(divisor, 0) if weights is None else divisor.clamp_min(0))
+    return found.squeeze()
 
 
 def corrcoef(input: torch.Tensor) -> torch.Tensor:
