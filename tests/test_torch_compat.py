@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -51,6 +52,7 @@ def test_every_name_has_a_contract() -> None:
         "is_traced", "is_transformed", "local_shape_of",
         "masks_as_they_are", "new_fake_results", "number_of_groups", "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "recurrent_dropout", "redistributed",
+        "resampling_as_operators",
         "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "said_by_kernel", "scaled_mm", "selective_policy", "set_group_timeout",
         "spec_in",
@@ -754,6 +756,20 @@ def test_masks_as_they_are() -> None:
             False, False, True, False,
         ]  # fmt: skip
     assert torch.nn.modules.transformer._detect_is_causal_mask is detect and detect(causal)
+
+
+def test_resampling_as_operators() -> None:
+    def traced() -> set[Any]:
+        def sizes(x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.interpolate(x, scale_factor=2.0, mode="bilinear")
+
+        with enable_python_dispatcher():
+            return {n.target for n in make_fx(sizes)(torch.ones(1, 1, 2, 2, requires_grad=True)).graph.nodes}
+
+    assert aten.upsample_bilinear2d.default not in traced()
+    with compat.resampling_as_operators():
+        assert aten.upsample_bilinear2d.default in traced()
+    assert aten.upsample_bilinear2d.default not in traced()
 
 
 def test_flex_attention_as() -> None:

@@ -364,7 +364,7 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
             value = node.meta["val"]
             local = value.numel() // split_parts(assignment.outputs[node, 0], machine.sizes)
             size = float(optimizer_state_bytes(optimizer, local, value.element_size()))
-            account.copy(next(iter(node.users)), size, 2 * float(copy_seconds(size, machine.device)), BEFORE)
+            account.copy(next(iter(node.users), node), size, 2 * float(copy_seconds(size, machine.device)), BEFORE)
     offloaded = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.offload.made]
     offloaded += [
         (value, layout) for value, layout in assignment.consumer_layouts.items() if value in assignment.offload.moved
