@@ -26,7 +26,7 @@ from autopar.search.random_plan import random_plan
 from autopar.search.solver.problem import Ints, evaluate
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 from tests import models
 
 AXES = {"node": 2, "gpu": 2}
