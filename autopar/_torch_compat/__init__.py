@@ -1,4 +1,4 @@
-"""Every private torch import, by subject. Each name has a contract test in tests/test_torch_compat.py."""
+"""Every private torch import, by subject. Each name has a contract test in tests/torch_compat/."""
 
 from torch._decomp import get_decompositions
 from torch._guards import TracingContext, tracing

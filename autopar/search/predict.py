@@ -31,7 +31,8 @@ from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_seconds
-from autopar.sharding.redistribute import LOCAL_MOVES, Machine, Move, Redistributions, Tables, moved_bytes
+from autopar.sharding.redistribute import Redistributions, Tables
+from autopar.sharding.redistribute.moves import LOCAL_MOVES, Machine, Move, moved_bytes
 
 Prediction = tuple[Predicted, tuple[ModuleRow, ...]]
 """Totals, and a row for each module."""

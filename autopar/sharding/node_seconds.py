@@ -14,7 +14,7 @@ from autopar.ir.ops.exchange import HOST_WAITS
 from autopar.sharding.candidates import candidates
 from autopar.sharding.lowered.cost import emitted_work
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 
 
 class NodeSeconds:

@@ -37,7 +37,7 @@ from autopar.pipeline.stage_graphs import StageGraphs
 from autopar.rules.shapes.local_shapes import propagate
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.graph_order import gradient_moves, parameter_only, reorder
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 
 aten = torch.ops.aten
 

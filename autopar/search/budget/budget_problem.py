@@ -32,7 +32,8 @@ from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Ints
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
-from autopar.sharding.redistribute import Machine, Tables
+from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute.moves import Machine
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Weights:
         return float(first), float(recomputed), float(self.prices(BEFORE)[KERNELS])
 
     def of_moves(self, value: Value, axes: int, reader: fx.Node | None) -> tuple[Floats, Floats, Floats]:
-        """Prices of a second of each part of a move, see `Redistributions.chunked_seconds`, [2 + 3 axes] each.
+        """Prices of a second of each part of a move, see `MoveSeconds.chunked_seconds`, [2 + 3 axes] each.
 
         They are where the value is first moved, where it is once more in the backward pass, and once a step.
 

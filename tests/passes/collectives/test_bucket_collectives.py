@@ -22,7 +22,7 @@ from autopar.passes.collectives.bucket_collectives import bucket_collectives
 from autopar.search.options import Search
 from autopar.search.predict import predict
 from autopar.sharding.dims import Dims
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 from autopar.verify.emulate import census
 from autopar.verify.verify import compare
 from tests import models
