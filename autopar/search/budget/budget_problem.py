@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.budget.lagrangian import fits
+from autopar.search.budget.pareto import Frontier
 from autopar.search.formulation.build import Formulation, build
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
@@ -51,6 +52,7 @@ class BudgetProblem:
         weights: prices of seconds, where collectives overlap kernels.
         met: grows by the labelings that the search without a budget looks at, each with its problem.
         start: a labeling that is known, for that search.
+        raise_bound: raises a bound of all plans within a memory constraint, of which this much is known.
     """
 
     program: Program
@@ -63,6 +65,7 @@ class BudgetProblem:
     weights: Weights | None = None
     met: list[tuple[Formulation, Ints]] = field(default_factory=list)
     start: Ints | None = None
+    raise_bound: Callable[[MemoryModel, Frontier], float] | None = None
 
     @staticmethod
     def of(
