@@ -70,15 +70,12 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
     orders = tuple(own for shape in shapes for own in in_every_order(shape, job.cluster, job.search))
     tree = SearchTree(program, job, orders, floor, time.monotonic() + LIMITS * job.search.time_limit)
     if tree.search.stages_open:
-        tree.open.append(Subproblem(floor, floor, partial(_plan_without_stages, tree), floor))
+        least = tree.kernels_without_stages()
+        expand = partial(_plan_without_stages, tree)
+        tree.open.append(Subproblem(least.typical, least.bound, expand, least.bound, unplanned=True))
     for counts_of_mesh in _counts(tree):
         _open_microbatches(tree, counts_of_mesh, 0)
-    while promising := [node for node in tree.open if tree.promised(node) < tree.seconds]:
-        if tree.is_late():
-            break
-        # Best first, and last the schedules that needed far too much memory somewhere.
-        node = min(promising, key=lambda o: (o.schedule in tree.heavy, tree.promised(o)))
-        tree.open.remove(node)
+    while not tree.is_late() and (node := tree.next()) is not None:
         try:
             node.expand()
         except InfeasibleError as e:
@@ -153,18 +150,18 @@ def _open_microbatches(tree: SearchTree, numbers: Counts, i: int) -> None:
         tree.tried.setdefault(a, []).append(count)
     # In more microbatches the devices of a stage are not faster.
     coarser = [p for (mesh, n), p in tree.free.items() if mesh == shapes[0].mesh and count % n == 0]
-    devices = shapes[0].devices
-    least = tree.floor_of(shapes[0]) * min(idle_factor(a, count, tree.speeds(a), tree.alone) for a in shapes)
+    devices, kernels = shapes[0].devices, tree.kernels(shapes[0], count)
+    least = kernels.bound * min(idle_factor(a, count, tree.speeds(a), tree.alone) for a in shapes)
+    least_bubble = min(bubble(a, name, count, tree.alone) for a in shapes for name in a.schedules)
     alike = max(coarser, key=lambda p: p.certificate.lower_bound, default=None)
-    bound, seconds = least, least
+    bound, seconds = least, kernels.typical * (1 + least_bubble)
     checked: float | None = least
     if alike is not None:
         bound = max(least, alike.certificate.lower_bound / devices)
         checked = None if alike.certificate.checked is None else max(least, alike.certificate.checked / devices)
-        least_bubble = min(bubble(a, name, count, tree.alone) for a in shapes for name in a.schedules)
         seconds = alike.predicted.step_seconds / devices * (1 + least_bubble)
     expand = partial(_plan_stage_devices, tree, numbers, i)
-    tree.open.append(Subproblem(max(bound, seconds), bound, expand, checked))
+    tree.open.append(Subproblem(max(bound, seconds), bound, expand, checked, unplanned=alike is None))
 
 
 def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
@@ -184,10 +181,11 @@ def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
         free = best_padded(tree.program, part, tree.job_inside(first))
         tree.free[first.mesh, count] = free
         own, seconds = free.certificate, free.predicted.step_seconds / first.devices
+        tree.ratios.append(seconds / max(tree.kernels(first, count).typical, 1e-300))
         checked = None if own.checked is None else own.checked / first.devices
         for a, allowed in possible:
             promised = seconds * (1 + min(bubble(a, name, count, tree.alone) for name in allowed))
-            least = tree.floor_of(a) * idle_factor(a, count, tree.speeds(a), tree.alone)
+            least = tree.kernels(a, count).bound * idle_factor(a, count, tree.speeds(a), tree.alone)
             bound = max(own.lower_bound / a.devices, least)
             expand = partial(_cut_into_stages, tree, part, a, allowed)
             tree.open.append(Subproblem(promised, bound, expand, checked))

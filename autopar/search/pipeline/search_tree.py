@@ -13,7 +13,9 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order
+from autopar.search.budget.budget_problem import machine_of
 from autopar.search.budget.cutoff import PrunedError
+from autopar.search.microbatch.kernel_floor import KernelFloor, kernel_floor
 from autopar.search.options import Job, Search
 from autopar.search.pipeline.deep_models import RepeatedStages
 from autopar.search.pipeline.shape import Measured, MeshKey, PipelineShape, ScheduledStages
@@ -36,6 +38,7 @@ class Subproblem:
         checked: the bound as far as it is checked; None: it is not.
         schedule: the one it is about; empty: none.
         needed: bytes that the plan of that many seconds needs, if these are more than there are.
+        unplanned: whether nothing is planned yet, so that the seconds are those of kernels alone.
     """
 
     seconds: float
@@ -44,6 +47,7 @@ class Subproblem:
     checked: float | None = None
     schedule: str = ""
     needed: float = 0.0
+    unplanned: bool = False
 
 
 @dataclass
@@ -66,6 +70,7 @@ class SearchTree:
         free: by mesh and microbatches the plan for the devices of a stage, in any memory.
         blocks: such a plan of a deep model, cut into stages.
         heavy: schedules that need far too much somewhere.
+        ratios: of plans without a budget, how much longer they take than their kernels would alone.
         slowdowns: bytes needed without a budget, and how much longer a step takes within it.
         along: by mesh the devices along the axis of the stages.
         measured: by shape and microbatches, see `ScheduledStages.measured`.
@@ -89,6 +94,7 @@ class SearchTree:
     free: dict[tuple[MeshKey, int], Plan] = field(default_factory=dict)
     blocks: dict[tuple[MeshKey, int], RepeatedStages] = field(default_factory=dict)
     heavy: set[str] = field(default_factory=set)
+    ratios: list[float] = field(default_factory=list)
     slowdowns: list[tuple[float, float]] = field(default_factory=list)
     measured: dict[tuple[PipelineShape, int], list[Measured]] = field(default_factory=dict)
     along: dict[MeshKey, StageDevices] = field(default_factory=dict)
@@ -157,6 +163,31 @@ class SearchTree:
         pooled = self.devices(shape).pooled(self.speeds(shape)).device
         return least_seconds(self.program, pooled, math.prod(size for _, size in shape.axes))
 
+    def kernels_without_stages(self) -> KernelFloor:
+        """Seconds of kernels without stages; the bound is one of a whole step."""
+        return self._kernels(self.job, 1.0, 1, self.floor)
+
+    def kernels(self, shape: PipelineShape, count: int) -> KernelFloor:
+        """The same with stages, in a number of microbatches or a multiple of it; idle time is left out."""
+        return self._kernels(self.job_inside(shape), shape.devices, count, self.floor_of(shape))
+
+    def _kernels(self, job: Job, stages: float, count: int, floor: float) -> KernelFloor:
+        # Decided layouts may pad more than is assumed there; and nothing of a random plan is known before it is drawn.
+        if self.random or self.search.layouts or self.job.restrictions.layouts:
+            return KernelFloor(floor, floor)
+        found = kernel_floor(self.program, machine_of(job), count)
+        return KernelFloor(max(floor, found.bound / stages), max(floor, found.typical / stages))
+
+    def next(self) -> Subproblem | None:
+        """The most promising subproblem, which is not open from here on; None: no other can lead to a better plan."""
+        promising = [node for node in self.open if self.promised(node) < self.seconds]
+        if not promising:
+            return None
+        # Best first, and last the schedules that needed far too much memory somewhere.
+        found = min(promising, key=lambda o: (o.schedule in self.heavy, self.promised(o)))
+        self.open.remove(found)
+        return found
+
     def scheduled(self, part: Program, shape: PipelineShape, schedule: str, actions: Order) -> ScheduledStages:
         """A microbatch's program in stages; all schedules of a shape share what was measured."""
         measured = self.measured.setdefault((shape, part.microbatches), [])
@@ -164,7 +195,12 @@ class SearchTree:
         return ScheduledStages(part, shape, schedule, actions, devices, speeds, self.memory, measured)
 
     def promised(self, node: Subproblem) -> float:
-        """Seconds; one that needs too much memory slows down at least as much as those that needed less did."""
+        """Seconds; one that needs too much memory slows down at least as much as those that needed less did.
+
+        What is not planned communicates, too: at least as much as others do.
+        """
+        if node.unplanned:
+            return max(node.bound, node.seconds * min(self.ratios, default=1.0))
         return node.seconds * max((slower for needed, slower in self.slowdowns if needed <= node.needed), default=1.0)
 
     def is_late(self) -> bool:
