@@ -107,6 +107,8 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
     rounds = _Rounds(program, dims, job, classes)
     if job.stages is None:
         rounds.search(rounds.all_hidden)
+        if job.rough:
+            return rounds.result()
         # What the budget costs is far more than what is left to hide, and each round would search it anew: on one axis
         # in a second.
         close = CLOSE if len(job.axes) == 1 else CLOSE_WITHIN

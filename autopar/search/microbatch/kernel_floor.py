@@ -28,6 +28,9 @@ from autopar.sharding.redistribute import Machine
 
 Floats = NDArray[np.float64]
 
+_ONCE = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])
+"""The figures of a `KernelFloor` from those of an operator that runs once a step."""
+
 Splits = frozenset[str]
 """Names of strategies."""
 
@@ -54,11 +57,11 @@ def kernel_floor(program: Program, machine: Machine, count: int) -> KernelFloor:
         count: of microbatches.
     """
     rows, operators = _operators(program)
-    total = np.zeros(2)
+    total, runs = np.zeros(2), np.array([[1.0, 0.0, 0.0], [0.0, 1.0, count]])
     for (operator, samples), times in operators.items():
         known = _least(operator, samples, machine)
         fine = [own for parts, own in known.items() if not samples or (rows // count) % parts == 0]
-        total += times * np.min(fine, axis=0)
+        total += times * (runs if samples else _ONCE) @ np.min(fine, axis=0)
     repeat = program.repeat
     if repeat is not None:
         shorter = kernel_floor(repeat.shorter, machine, count)
@@ -92,14 +95,17 @@ def _on_batch(program: Program) -> set[fx.Node]:
 
 @remembered(2**14)
 def _least(operator: Operator, samples: Splits, machine: Machine) -> Mapping[int, Floats]:
-    """The least seconds of an operator by how many parts it cuts the samples into: the bound's, and the typical ones.
+    """The least seconds of an operator by how many parts it cuts the samples into: `[bound, typical, launches]`.
 
-    What a lowering communicates is in them: of a long sequence only a ring may be left.
+    Launches are apart: each microbatch has its own. What a lowering communicates is in them: of a long sequence only a
+    ring may be left.
     """
     chosen = candidates(operator, machine.sizes, padded=MOST_HEADS)
     work, device = operator_work(operator, chosen, machine.sizes, machine.load), machine.device
     dtype, lowered = arithmetic_dtype(operator, device), _lowered(operator, chosen)
-    alone = np.array([_at_peak(work, dtype, machine), kernel_seconds(work, dtype, device)])
+    launches = np.where(work.flops + work.moved > 0, work.launches * device.launch, 0.0)
+    typical = kernel_seconds(work, dtype, device) - launches
+    alone = np.array([_at_peak(work, dtype, machine), typical, launches])
     splits = np.array([s.name in samples for s in chosen.strategies])
     parts = np.where(splits[chosen.choice], np.array(machine.sizes), 1).prod(axis=1)
     found: dict[int, Floats] = {}
@@ -140,7 +146,7 @@ def _emitted(operator: Operator, names: tuple[str, ...], alone: Floats, machine:
         sent[made.axis] += machine.seconds(made)  # type: ignore[assignment]
     dtype = arithmetic_dtype(operator, machine.device)
     kernels = float(_at_peak(found.kernels, dtype, machine).sum())
-    return np.array([max(kernels, *sent.values(), 0.0), found.seconds(dtype, machine)])
+    return np.array([max(kernels, *sent.values(), 0.0), found.seconds(dtype, machine), 0.0])
 
 
 def _divides(operator: Operator, names: tuple[str, ...], sizes: tuple[int, ...]) -> bool:

@@ -18,7 +18,7 @@ from autopar.search.budget.cutoff import PrunedError
 from autopar.search.microbatch.kernel_floor import KernelFloor, kernel_floor
 from autopar.search.options import Job, Search
 from autopar.search.pipeline.deep_models import RepeatedStages
-from autopar.search.pipeline.shape import Measured, MeshKey, PipelineShape, ScheduledStages
+from autopar.search.pipeline.shape import Measured, MeshKey, PipelineShape, Possible, ScheduledStages
 from autopar.search.pipeline.space import inside_stage, restrictions_inside
 from autopar.search.pipeline.stage_devices import StageDevices, devices_along
 from autopar.search.solver.highs import requested
@@ -68,6 +68,7 @@ class SearchTree:
         tried: numbers of microbatches by shape.
         errors: why attempts found nothing.
         free: by mesh and microbatches the plan for the devices of a stage, in any memory.
+        rough: those of them that are estimates, see `autopar.search.options.Job`, and the shapes that they are for.
         blocks: such a plan of a deep model, cut into stages.
         heavy: schedules that need far too much somewhere.
         ratios: of plans without a budget, how much longer they take than their kernels would alone.
@@ -92,6 +93,7 @@ class SearchTree:
     tried: dict[PipelineShape, list[int]] = field(default_factory=dict)
     errors: list[InfeasibleError] = field(default_factory=list)
     free: dict[tuple[MeshKey, int], Plan] = field(default_factory=dict)
+    rough: dict[tuple[MeshKey, int], Possible] = field(default_factory=dict)
     blocks: dict[tuple[MeshKey, int], RepeatedStages] = field(default_factory=dict)
     heavy: set[str] = field(default_factory=set)
     ratios: list[float] = field(default_factory=list)
@@ -180,7 +182,8 @@ class SearchTree:
 
     def next(self) -> Subproblem | None:
         """The most promising subproblem, which is not open from here on; None: no other can lead to a better plan."""
-        promising = [node for node in self.open if self.promised(node) < self.seconds]
+        # An estimate tells what to plan first; what need not be planned, only a bound.
+        promising = [o for o in self.open if (o.bound if o.unplanned else self.promised(o)) < self.seconds]
         if not promising:
             return None
         # Best first, and last the schedules that needed far too much memory somewhere.
