@@ -22,6 +22,7 @@ from autopar.search.padding import MOST_HEADS
 from autopar.sharding.candidates import Candidates, candidates
 from autopar.sharding.dims import Operator, analyze
 from autopar.sharding.factor_kinds import batch_factors, ids, split_factors
+from autopar.sharding.layer_classes import layer_classes
 from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 from autopar.sharding.redistribute import Machine
@@ -62,25 +63,24 @@ def kernel_floor(program: Program, machine: Machine, count: int) -> KernelFloor:
         known = _least(operator, samples, machine)
         fine = [own for parts, own in known.items() if not samples or (rows // count) % parts == 0]
         total += times * (runs if samples else _ONCE) @ np.min(fine, axis=0)
-    repeat = program.repeat
-    if repeat is not None:
-        shorter = kernel_floor(repeat.shorter, machine, count)
-        total = repeat.extrapolate(total, np.array([shorter.bound, shorter.typical]))
     return KernelFloor(float(total[0]), float(total[1]))
 
 
-def _operators(program: Program) -> tuple[int, Counter[tuple[Operator, Splits]]]:
-    """Samples of the batch, and how often each operator occurs, with its strategies that split the samples."""
+def _operators(program: Program) -> tuple[int, Mapping[tuple[Operator, Splits], float]]:
+    """Samples of the batch, and how often the whole model has each operator, with the strategies that split samples."""
     if "operators_on_samples" not in program.memo:
         dims = analyze(program)
-        batch = batch_factors(program, dims)
+        batch, classes = batch_factors(program, dims), layer_classes(program, dims)
         samples, of_batch = ids(batch), _on_batch(program)
-        found: Counter[tuple[Operator, Splits]] = Counter()
-        for node, operator in dims.operators.items():
-            along = split_factors(node, program, dims).items() if node in of_batch else ()
-            found[operator, frozenset(name for name, factor in along if id(factor) in samples)] += 1
+        found: dict[tuple[Operator, Splits], float] = {}
+        for key, members in classes.members.items():
+            node = members[0]
+            if node in dims.operators:
+                along = split_factors(node, program, dims).items() if node in of_batch else ()
+                own = dims.operators[node], frozenset(name for name, factor in along if id(factor) in samples)
+                found[own] = found.get(own, 0.0) + classes.count[key]
         program.memo["operators_on_samples"] = min((f.size for f in batch), default=1), found
-    known: tuple[int, Counter[tuple[Operator, Splits]]] = program.memo["operators_on_samples"]
+    known: tuple[int, Mapping[tuple[Operator, Splits], float]] = program.memo["operators_on_samples"]
     return known
 
 

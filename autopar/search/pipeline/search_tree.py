@@ -26,6 +26,9 @@ from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 
+GUESSED = 1.25
+"""What kernels alone promise leaves out about so much that plans within a budget have."""
+
 
 @dataclass(frozen=True)
 class Subproblem:
@@ -187,9 +190,13 @@ class SearchTree:
         if not promising:
             return None
         # Best first, and last the schedules that needed far too much memory somewhere.
-        found = min(promising, key=lambda o: (o.schedule in self.heavy, self.promised(o)))
+        found = min(promising, key=lambda o: (o.schedule in self.heavy, self._urgency(o)))
         self.open.remove(found)
         return found
+
+    def _urgency(self, node: Subproblem) -> float:
+        """Seconds by which subproblems are ordered: before a plan is known, those count that lead to one soon."""
+        return self.promised(node) * (GUESSED if node.unplanned and self.best is None and self.free else 1.0)
 
     def scheduled(self, part: Program, shape: PipelineShape, schedule: str, actions: Order) -> ScheduledStages:
         """A microbatch's program in stages; all schedules of a shape share what was measured."""
