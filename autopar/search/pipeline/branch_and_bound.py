@@ -72,7 +72,7 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
     if tree.search.stages_open:
         least = tree.kernels_without_stages()
         expand = partial(_plan_without_stages, tree)
-        tree.open.append(Subproblem(least.typical, least.bound, expand, least.bound, unplanned=True))
+        tree.open.append(Subproblem(least.typical, least.bound, expand, least.bound, unplanned=1))
     for counts_of_mesh in _counts(tree):
         _open_microbatches(tree, counts_of_mesh, 0)
     while not tree.is_late() and (node := tree.next()) is not None:
@@ -119,7 +119,8 @@ def _plan_without_stages(tree: SearchTree) -> None:
         tree.add(free)
         return
     expand = partial(_fit_without_stages, tree)
-    tree.open.append(Subproblem(free.predicted.step_seconds, own.lower_bound, expand, own.checked))
+    seconds = free.predicted.step_seconds
+    tree.open.append(Subproblem(seconds, own.lower_bound, expand, own.checked, unmeasured=True))
 
 
 def _fit_without_stages(tree: SearchTree) -> None:
@@ -161,7 +162,8 @@ def _open_microbatches(tree: SearchTree, numbers: Counts, i: int) -> None:
         checked = None if alike.certificate.checked is None else max(least, alike.certificate.checked / devices)
         seconds = alike.predicted.step_seconds / devices * (1 + least_bubble)
     expand = partial(_plan_stage_devices, tree, numbers, i)
-    tree.open.append(Subproblem(max(bound, seconds), bound, expand, checked, unplanned=alike is None))
+    unplanned = devices if alike is None else 0
+    tree.open.append(Subproblem(max(bound, seconds), bound, expand, checked, unplanned=unplanned))
 
 
 def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
@@ -199,7 +201,7 @@ def _plan_in_any_memory(tree: SearchTree, part: Program, possible: Possible) -> 
     free = best_padded(tree.program, part, replace(tree.job_inside(first), rough=key in tree.rough))
     tree.free[key] = free
     own, seconds = free.certificate, free.predicted.step_seconds / first.devices
-    tree.ratios.append(seconds / max(tree.kernels(first, count).typical, 1e-300))
+    tree.ratios.append((first.devices, seconds / max(tree.kernels(first, count).typical, 1e-300)))
     checked = None if own.checked is None else own.checked / first.devices
     for a, allowed in possible:
         promised = seconds * (1 + min(bubble(a, name, count, tree.alone) for name in allowed))

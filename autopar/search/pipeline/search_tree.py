@@ -41,7 +41,9 @@ class Subproblem:
         checked: the bound as far as it is checked; None: it is not.
         schedule: the one it is about; empty: none.
         needed: bytes that the plan of that many seconds needs, if these are more than there are.
-        unplanned: whether nothing is planned yet, so that the seconds are those of kernels alone.
+        unplanned: stages that share the devices, where nothing is planned yet and the seconds are those of kernels
+            alone; 0: something is.
+        unmeasured: whether it is not known if the plan of that many seconds fits.
     """
 
     seconds: float
@@ -50,7 +52,8 @@ class Subproblem:
     checked: float | None = None
     schedule: str = ""
     needed: float = 0.0
-    unplanned: bool = False
+    unplanned: int = 0
+    unmeasured: bool = False
 
 
 @dataclass
@@ -74,7 +77,7 @@ class SearchTree:
         rough: those of them that are estimates, see `autopar.search.options.Job`, and the shapes that they are for.
         blocks: such a plan of a deep model, cut into stages.
         heavy: schedules that need far too much somewhere.
-        ratios: of plans without a budget, how much longer they take than their kernels would alone.
+        ratios: stages of plans without a budget, and how much longer these take than their kernels would alone.
         slowdowns: bytes needed without a budget, and how much longer a step takes within it.
         along: by mesh the devices along the axis of the stages.
         measured: by shape and microbatches, see `ScheduledStages.measured`.
@@ -99,7 +102,7 @@ class SearchTree:
     rough: dict[tuple[MeshKey, int], Possible] = field(default_factory=dict)
     blocks: dict[tuple[MeshKey, int], RepeatedStages] = field(default_factory=dict)
     heavy: set[str] = field(default_factory=set)
-    ratios: list[float] = field(default_factory=list)
+    ratios: list[tuple[int, float]] = field(default_factory=list)
     slowdowns: list[tuple[float, float]] = field(default_factory=list)
     measured: dict[tuple[PipelineShape, int], list[Measured]] = field(default_factory=dict)
     along: dict[MeshKey, StageDevices] = field(default_factory=dict)
@@ -196,7 +199,8 @@ class SearchTree:
 
     def _urgency(self, node: Subproblem) -> float:
         """Seconds by which subproblems are ordered: before a plan is known, those count that lead to one soon."""
-        return self.promised(node) * (GUESSED if node.unplanned and self.best is None and self.free else 1.0)
+        guessed = (node.unplanned or node.unmeasured) and self.best is None and self.free
+        return self.promised(node) * (GUESSED if guessed else 1.0)
 
     def scheduled(self, part: Program, shape: PipelineShape, schedule: str, actions: Order) -> ScheduledStages:
         """A microbatch's program in stages; all schedules of a shape share what was measured."""
@@ -207,10 +211,11 @@ class SearchTree:
     def promised(self, node: Subproblem) -> float:
         """Seconds; one that needs too much memory slows down at least as much as those that needed less did.
 
-        What is not planned communicates, too: at least as much as others do.
+        What is not planned communicates, too: about as much as where about as many devices share a stage.
         """
         if node.unplanned:
-            return max(node.bound, node.seconds * min(self.ratios, default=1.0))
+            near = min(self.ratios, key=lambda r: abs(math.log(r[0] / node.unplanned)), default=(1, 1.0))
+            return max(node.bound, node.seconds * near[1])
         return node.seconds * max((slower for needed, slower in self.slowdowns if needed <= node.needed), default=1.0)
 
     def is_late(self) -> bool:
