@@ -26,8 +26,9 @@ from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 
-GUESSED = 1.25
-"""What kernels alone promise leaves out about so much that plans within a budget have."""
+GUESSED, UNMEASURED = 1.25, 2.0
+"""What kernels alone promise leaves out about so much that plans within a budget have; and so much the whole model in
+any memory, if blocks of it are left out: to search it within a budget takes longer than to search any stage."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,10 @@ class SearchTree:
 
     def _urgency(self, node: Subproblem) -> float:
         """Seconds by which subproblems are ordered: before a plan is known, those count that lead to one soon."""
-        guessed = (node.unplanned or node.unmeasured) and self.best is None and self.free
-        return self.promised(node) * (GUESSED if guessed else 1.0)
+        if self.best is not None or not self.free:
+            return self.promised(node)
+        late = node.unmeasured and self.program.repeat is not None
+        return self.promised(node) * (UNMEASURED if late else GUESSED if node.unplanned else 1.0)
 
     def scheduled(self, part: Program, shape: PipelineShape, schedule: str, actions: Order) -> ScheduledStages:
         """A microbatch's program in stages; all schedules of a shape share what was measured."""
