@@ -131,8 +131,7 @@ def _at_peak(work: Work, dtype: str, machine: Machine) -> Floats:
 def _lowered(operator: Operator, chosen: Candidates) -> NDArray[np.bool_]:
     """Candidates that split a letter with a lowering into parts that are equal as they are."""
     lower = [s.factor is not None and s.factor[0] in operator.rule.lower for s in chosen.strategies]
-    found: NDArray[np.bool_] = np.array(lower, dtype=bool)[chosen.choice].any(axis=1)
-    return found
+    return np.asarray(np.array(lower, dtype=bool)[chosen.choice].any(axis=1), dtype=bool)
 
 
 def _emitted(operator: Operator, names: tuple[str, ...], alone: Floats, machine: Machine) -> Floats:
