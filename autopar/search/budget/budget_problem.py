@@ -72,12 +72,8 @@ class BudgetProblem:
         program: Program, dims: Dims, classes: LayerClasses, job: Job, weights: Weights | None = None
     ) -> BudgetProblem:
         """The problem of a job, whose time limit begins now."""
-        axes, search = job.axes, job.search
-        links = job.cluster.link_for(dict(axes))
-        sizes, device = tuple(axes.values()), job.cluster.device
-        machine = Machine(tuple(axes), sizes, links, device, quantized=job.quantized, load=search.load)
-        limits = Limits(search.gap, time.monotonic() + search.time_limit)
-        return BudgetProblem(program, dims, classes, Tables(machine), limits, job, weights=weights)
+        limits = Limits(job.search.gap, time.monotonic() + job.search.time_limit)
+        return BudgetProblem(program, dims, classes, Tables(machine_of(job)), limits, job, weights=weights)
 
     @property
     def whole(self) -> bool:
@@ -186,6 +182,12 @@ class BudgetProblem:
         hidden = ", hidden behind the kernels of their blocks where these take longer" if self.weights else ""
         fused = ", kernels fused" if self.program.fused else ""
         return _space(self.job.search, f"{fused}{hidden}, on {self.job.cluster.name}", self.regions, self.offload)
+
+
+def machine_of(job: Job) -> Machine:
+    """The mesh of a job, and everything that costs on it depend on."""
+    links, sizes = job.cluster.link_for(dict(job.axes)), tuple(job.axes.values())
+    return Machine(tuple(job.axes), sizes, links, job.cluster.device, quantized=job.quantized, load=job.search.load)
 
 
 def peak_bytes(plan: Plan) -> float:
