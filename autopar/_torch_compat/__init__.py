@@ -33,6 +33,8 @@ from autopar._torch_compat.dtensor import (
     redistributed,
     reduce_found_inf_over_every_gradient,
     refuse_items_of_unreduced,
+    refuse_to_pickle_parts,
+    run_beyond_dtensor,
     spec_in,
     take_in_foreach,
 )
@@ -107,6 +109,8 @@ __all__ = [
     "redistributed",
     "reduce_found_inf_over_every_gradient",
     "refuse_items_of_unreduced",
+    "refuse_to_pickle_parts",
+    "run_beyond_dtensor",
     "said_by_kernel",
     "scaled_mm",
     "selective_policy",
