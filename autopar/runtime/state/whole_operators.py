@@ -9,6 +9,7 @@ gather. Random numbers are drawn for the whole tensor, as one device draws them;
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for v in values for t in _tensors(v)]
 
 
-def _map(value: Any, whole: dict[int, torch.Tensor]) -> Any:
+def _map(value: Any, whole: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {k: _map(v, whole) for k, v in value.items()}
     if isinstance(value, list | tuple):
