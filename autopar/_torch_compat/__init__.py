@@ -34,6 +34,8 @@ from autopar._torch_compat.dtensor import (
     redistributed,
     reduce_found_inf_over_every_gradient,
     refuse_items_of_unreduced,
+    refuse_to_pickle_parts,
+    run_beyond_dtensor,
     spec_in,
     take_in_foreach,
 )
@@ -108,7 +110,9 @@ __all__ = [
     "redistributed",
     "reduce_found_inf_over_every_gradient",
     "refuse_items_of_unreduced",
+    "refuse_to_pickle_parts",
     "resampling_as_operators",
+    "run_beyond_dtensor",
     "said_by_kernel",
     "scaled_mm",
     "selective_policy",

@@ -96,6 +96,8 @@ def convert_assigned(convert: Callable[[Any, torch.Tensor, str], torch.Tensor | 
 
     def set_data(tensor: Any, value: torch.Tensor) -> None:
         converted = convert(tensor, value, "data")
+        if converted is None and isinstance(value, DTensor) and value.shape == tensor.shape:
+            converted = value.detach()
         if converted is None or converted.dtype != tensor.dtype:
             data.__set__(tensor, value if converted is None else converted)
         if converted is not None:
@@ -126,8 +128,171 @@ def refuse_items_of_unreduced() -> None:
             )
         return call(tensor._local_tensor, **kwargs)
 
+    def text(tensor: Any, spec: str) -> str:
+        return format(tensor.item(), spec) if tensor.ndim == 0 and spec else object.__format__(tensor, spec)
+
+    def own(name: str) -> Callable[..., Any]:
+        method = getattr(torch.Tensor, name)
+
+        def values(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if not all(p.is_replicate() for p in tensor.placements):
+                raise RuntimeError(
+                    f"{name}() of a tensor that lies as {tensor.placements} would be this rank's part of it: call "
+                    f"full_tensor().{name}(), on all ranks"
+                )
+            return method(
+                tensor._local_tensor.detach() if not tensor.requires_grad else tensor._local_tensor, *args, **kwargs
+            )
+
+        return values
+
+    DTensor.__format__ = text  # type: ignore[method-assign]
+    DTensor.tolist, DTensor.numpy = own("tolist"), own("numpy")  # type: ignore[method-assign]
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+_WRONG = frozenset(
+    (
+        "index_put", "index_put_", "_unsafe_index_put", "index_add", "index_add_", "index_copy", "index_copy_",
+        "index_fill", "index_fill_", "masked_scatter", "masked_scatter_", "scatter_reduce", "scatter_reduce_", "put_",
+        "take",
+    )
+)  # fmt: skip
+"""Operators whose rules, in some version of torch, take a mask for indices, or indices of the whole for a part's."""
+
+
+def run_beyond_dtensor(
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any], compare: Callable[[Any, list[Any], Any], None]
+) -> None:
+    """Let ``run(op, args, kwargs)`` compute what torch has no rule for, and random numbers; let plain tensors mix.
+
+    Torch refuses plain tensors beside DTensors: here they stand for whole ones, after ``compare(op, tensors, mesh)``.
+    A view of a tensor that is moved for it is made by ``run``, too: it is a copy, to which what is written is lost.
+    It leaves a sum over all elements as each rank's term, which ``item()`` then cannot give: here it is reduced at
+    once. A random operator draws the same numbers on each rank's part where it has no generator of its own for that,
+    as on CPUs. Once: a later call changes nothing.
+    """
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    if "_propagate_op_sharding_dispatch_slow_path" in vars(dispatcher):
+        return
+    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
+
+    def propagated(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
+        plain = _plain_tensors((args, kwargs))
+        if any(t.numel() > 1 for t in plain):
+            compare(op, plain, info.compute_mesh)
+        if op.overloadpacket.__name__ in _WRONG or _is_loss(op):
+            return run(op, args, kwargs)
+        # Torch's own dispatch writes to a DTensor only.
+        if plain and any(t is v for t in plain for v in _written_by(op, args, kwargs)):
+            return run(op, args, kwargs)
+        try:
+            found = propagate(op, args, kwargs, info, try_cache)
+        # Nothing has been sent yet: every rank comes here alike.
+        except (NotImplementedError, RuntimeError):
+            return run(op, args, kwargs)
+        # What is written to a view that is moved first is lost to the tensor.
+        return run(op, args, kwargs) if _moves_a_view(op, info, found) else _reduced_scalars(op, args, info, found)
+
+    tail = dispatcher._dispatch_fast_path_python_tail
+
+    def finished(op: Any, args: Any, kwargs: Any, mesh: Any, found: Any, result: Any, *rest: Any) -> Any:
+        in_place = rest[1]
+        if in_place and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
+            return args[0]  # a plain tensor, whose memory the operator has written
+        return tail(op, args, kwargs, mesh, found, result, *rest)
+
+    dispatcher._dispatch_fast_path_python_tail = finished
+    dispatcher._allow_implicit_replication = True  # of this thread, and of backward passes that it starts
+    dispatcher._propagate_op_sharding_dispatch_slow_path = propagated
+    for op in dispatcher._random_ops:
+        dispatcher._custom_op_handlers[op] = lambda op, args, kwargs: run(op, args, kwargs)
+
+
+def _replicate() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def _plain_tensors(value: Any) -> list[torch.Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, torch.Tensor):
+        return [] if isinstance(value, DTensor) else [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [t for v in values for t in _plain_tensors(v)]
+
+
+def _written_by(op: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to."""
+    names = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    named = [*zip((a.name for a in op._schema.arguments), args, strict=False), *kwargs.items()]
+    found = [v for name, v in named if name in names]
+    return [t for v in found for t in (v if isinstance(v, list | tuple) else (v,))]
+
+
+def _is_loss(op: Any) -> bool:
+    """Whether an operator is a loss, or its gradient, that torch's rule would divide by the rows of one rank."""
+    return any(a.name == "reduction" for a in op._schema.arguments)
+
+
+def _moves_a_view(op: Any, info: Any, found: Any) -> bool:
+    """Whether torch would redistribute a tensor before it makes a view of it."""
+    if not op._schema._is_view_op() or not getattr(found, "needs_redistribute", False):
+        return False
+    own, moved = info.schema.args_schema[0], found.redistribute_schema.args_schema[0]
+    return bool(own.placements != moved.placements)
+
+
+def _reduced_scalars(op: Any, args: Any, info: Any, found: Any) -> Any:
+    """The result of an operator some of whose results are scalars of which each rank would have its term: reduced.
+
+    Anything else: ``found``, torch's decision, as it is.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def is_term(spec: Any) -> bool:
+        is_scalar = isinstance(spec, DTensorSpec) and spec.tensor_meta is not None and spec.tensor_meta.shape == ()
+        return is_scalar and any(p.is_partial() for p in spec.placements)
+
+    specs = getattr(found, "output_spec", None)
+    each = specs if isinstance(specs, list | tuple) else (specs,)
+    # Norms of a list of gradients are terms of one norm, which is reduced then.
+    kept = op._schema.is_mutable or op._schema._is_view_op() or op.overloadpacket.__name__.startswith("_foreach")
+    if kept or not any(map(is_term, each)):
+        return found
+    dispatcher: Any = DTensor._op_dispatcher
+    info.output_sharding = found
+    wrapped = dispatcher.wrap(dispatcher._dispatch_get_local_results_slow_path(op, args, info), specs)
+
+    def reduced(value: Any, spec: Any) -> Any:
+        whole = (_replicate(),) * spec.mesh.ndim if is_term(spec) else ()
+        return redistributed(value, spec.mesh, whole) if whole else value
+
+    if not isinstance(specs, list | tuple):
+        return reduced(wrapped, specs)
+    return type(wrapped)(reduced(v, s) for v, s in zip(wrapped, specs, strict=True))
+
+
+def refuse_to_pickle_parts(refuse: Callable[[Any], Exception]) -> None:
+    """Pickle a DTensor that each rank has whole as a plain tensor, and raise ``refuse(tensor)`` for any other.
+
+    Torch writes this rank's part, and whoever reads the file takes it for their own: silently wrong on other ranks.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def reduce(tensor: Any, protocol: Any) -> Any:
+        sizes = tensor.device_mesh.shape
+        if any(not p.is_replicate() and n > 1 for p, n in zip(tensor.placements, sizes, strict=True)):
+            raise refuse(tensor)
+        local = tensor._local_tensor.detach().requires_grad_(tensor.requires_grad)
+        return local.__reduce_ex__(protocol)
+
+    DTensor.__reduce_ex__ = reduce  # type: ignore[method-assign]
 
 
 def context_parallel_internals() -> Any:

@@ -294,6 +294,20 @@ _REASONS = (
 """Texts of torch's errors, and what they mean to the user; texts change between versions, and then its own is shown."""
 
 
+_PACKED = (
+    "give the recurrent layer the padded sequences and take what you need of its output by the lengths: "
+    "output[torch.arange(len(lengths)), lengths - 1] is the last state; or "
+)
+
+_REMEDIES = {
+    "pack_padded_sequence": _PACKED,
+    "pack_sequence": _PACKED,
+    "ctc_loss": "return the log-probabilities and compute ctc_loss outside of the model, of what "
+    'parallelize(..., outputs="whole") returns; or ',
+}
+"""Functions of torch that look at the values of lengths, and what to write instead."""
+
+
 def _explain(error: Exception) -> CaptureError:
     """A tracing failure in the user's terms: their line, the reason, the remedy."""
     text = str(error)
@@ -311,6 +325,8 @@ def _explain(error: Exception) -> CaptureError:
         # A framework's loop over the experts that have tokens; it has other forms, too.
         experts = "expert" in line and "transformers" in line
         remedy = "" if not experts else "set config._experts_implementation to 'grouped_mm', which loops over none; or "
+        called = {f.name for f in traceback.extract_tb(error.__traceback__)}
+        remedy = next((r for name, r in _REMEDIES.items() if name in called), remedy)
         return CaptureError(
             f"control flow that depends on data{line}: one graph must serve every batch; {remedy}"
             "use torch.where or torch.cond, masked sums in place of tensor[mask], or move the decision out of the model"

@@ -111,6 +111,7 @@ class Session:
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
         whole, tensors = tensors, own_part(tensors, self.context, self.options.inputs)
         self.slots.inventory()  # of now: what follows asks for it until the user's code may have run
+        self._make_state_whole()
         request = self._request(tensors, skeleton, split_among(whole, self.context, self.options.inputs))
         if self.first is None:
             decide_for_training(self, request)
@@ -221,6 +222,20 @@ class Session:
         if known[0] is not now[0] or known[1] is not now[1]:
             refuse_foreign_parameters(inventory.parameters, self.context, self.types().get)
             inventory.memo["not foreign"] = now
+
+    def _make_state_whole(self) -> None:
+        """Make buffers and attributes that were computed from parameters whole plain tensors, as others are."""
+        memo = self.slots.inventory(compare=False).memo
+        if self.context.mesh is None or "whole state" in memo:
+            return
+        found = {n: t for n, t in self.slots.state_tensors().items() if isinstance(t, DTensor)}
+        for name, tensor in found.items():
+            path, _, attribute = name.rpartition(".")
+            module = self.original.get_submodule(path)
+            table = module._buffers if attribute in module._buffers else vars(module)
+            table[attribute] = full_tensor(tensor)
+        memo = self.slots.inventory().memo if found else memo
+        memo["whole state"] = True
 
     def _agreed(self, what: str, key: Any, request: Request) -> tuple[str, Specialization | None]:
         """The name of a call on which all ranks agree, before its first collective, and the graph that is known for it.

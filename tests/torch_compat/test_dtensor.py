@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from inspect import signature
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar import _torch_compat as compat
+from autopar.runtime.state.whole_operators import WholeView, install_whole_operators
 
 aten = torch.ops.aten
 
@@ -113,7 +115,7 @@ def test_what_is_assigned_to_a_dtensor_is_converted(fake_group: object, monkeypa
     assert ours.grad is None
     other.data, other.grad = parameter(2.0).detach(), parameter(3.0).detach()
     assert float(other.grad.to_local()[0, 0]) == 3
-    assert float(other.to_local()[0, 0]) == 0  # torch's: what `convert_assigned` is for
+    assert float(other.to_local()[0, 0]) == 2  # torch alone leaves 0: what `convert_assigned` is for
 
 
 def test_items_of_what_is_not_reduced_are_refused(fake_group: object) -> None:
@@ -122,10 +124,38 @@ def test_items_of_what_is_not_reduced_are_refused(fake_group: object) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     split = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], run_check=False)
     with pytest.raises(RuntimeError, match="would be this rank's term"):
-        split.norm().item()
+        DTensor.from_local(torch.ones(()), mesh, [Partial()], run_check=False).item()
+    with pytest.raises(RuntimeError, match=r"call full_tensor\(\).tolist\(\)"):
+        split.tolist()
     whole = DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()], run_check=False)
     assert whole.sum().item() == 8
     assert float(whole.sum()) == 8
+
+
+def test_what_torch_has_no_rule_for_is_handed_over(fake_group: object) -> None:
+    """Torch asks attributes of its dispatcher, which may give the result of an operator instead of a decision."""
+    install_whole_operators()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    split = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], run_check=False)
+    rows, loss = split[:3], torch.nn.functional.mse_loss(split, split)
+    assert (type(rows), type(split[:, :1]), loss.placements) == (WholeView, DTensor, (Replicate(),))
+    split[torch.ones(8, 2, dtype=torch.bool)] = 0
+    assert split.to_local().sum() == 0
+    assert torch.renorm(split, 2.0, 0, 1.0).placements == (Replicate(),)
+    assert (split * torch.ones(8, 2)).placements == (Shard(0),)
+    assert type(torch.ones(8, 2).mul_(split)) is torch.Tensor
+    assert split.sum().placements == (Replicate(),)
+
+
+def test_parts_are_not_pickled(fake_group: object) -> None:
+    own = DTensor.__reduce_ex__
+    compat.refuse_to_pickle_parts(lambda tensor: ValueError(str(tensor.placements)))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    with pytest.raises(ValueError, match="Shard"):
+        pickle.dumps(DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], run_check=False))
+    whole = DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()], run_check=False)
+    assert type(pickle.loads(pickle.dumps(whole))) is torch.Tensor
+    DTensor.__reduce_ex__ = own  # type: ignore[method-assign]
 
 
 def test_local_shapes(fake_group: object) -> None:

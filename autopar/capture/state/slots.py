@@ -354,6 +354,8 @@ def name_of(module: str, path: Path) -> str:
     text, rest = module, path
     if path and path[0][0] == "scope":
         text, rest = ".".join(str(key) for _, key in path[:2]), path[2:]
-    for kind, key in rest:
+    for i, (kind, key) in enumerate(rest):
+        if i and rest[i - 1][1] in HOOK_TABLES:
+            continue  # torch numbers hooks as this process has registered them: ranks compare these texts
         text += f"[{key!r}]" if kind == "item" else f".{key}" if text else str(key)
     return text

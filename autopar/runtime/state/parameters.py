@@ -38,6 +38,7 @@ from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.optimizer_layouts import install_hook
 from autopar.runtime.state.stage_tensor import StageTensor, owner_of, with_owner
 from autopar.runtime.state.storage import install_assignments, set_storage
+from autopar.runtime.state.whole_operators import install_whole_operators
 
 ParameterLayouts = Mapping[str, tuple[TensorType, Layout]]
 """Type and layout of each parameter, by name."""
@@ -53,6 +54,7 @@ def distribute_parameters(model: nn.Module, context: MeshContext) -> None:
     # These change torch for the whole process, once, however many models there are.
     reduce_found_inf_over_every_gradient()
     refuse_items_of_unreduced()
+    install_whole_operators()
     put_around_collectives(during_any)
     take_in_foreach(StageTensor)
     install_assignments()

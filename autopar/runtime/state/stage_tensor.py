@@ -69,6 +69,8 @@ class StageTensor(DTensor):
             return func(*_map(args, _padded_to_one), **kwargs)
         if func is aten.sum.default:
             return func(*_map(args, _plain), **kwargs)
+        if _schema(func).elementwise and torch.Tag.nondeterministic_seeded in func.tags:
+            return _drawn(func, args, kwargs)
         owners = _owners(func, args, kwargs) if _schema(func).elementwise else None
         # In place, as optimizers write: DTensor's dispatch costs far more than a small kernel, so it is left out where
         # local tensors suffice.
@@ -287,6 +289,18 @@ def _elementwise(func: Any, args: Any, kwargs: Any, owners: list[StageTensor | N
     if isinstance(result, list | tuple):
         return type(result)(_owned_like(r, owners[min(i, len(owners) - 1)]) for i, r in enumerate(result))
     return _owned_like(result, owners[0])
+
+
+def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a random operator on the whole tensor, as one device draws; its owner's devices keep the numbers."""
+    tensor: StageTensor = args[0]
+    copy = _on_every_stage(tensor)
+    result = func(copy, *args[1:], **kwargs)
+    kept = _on_owner_stage(copy if _schema(func).written else result, tensor.owner_stage, tensor._spec)
+    if _schema(func).written:
+        tensor._local_tensor.copy_(kept._local_tensor)
+        return tensor
+    return with_owner(kept, tensor.owner_stage)
 
 
 def _ran_locally(func: Any, args: Any, kwargs: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch_compat import convert_assigned
+from autopar._torch_compat import convert_assigned, refuse_to_pickle_parts
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, TensorType, replicated
 from autopar.runtime.dtensor import (
@@ -98,6 +98,17 @@ def storage_of(parameter: torch.Tensor) -> ParameterStorage | None:
 def install_assignments() -> None:
     """Let ``.data`` and ``.grad`` of parameters on a mesh take whole tensors."""
     convert_assigned(_converted)
+    refuse_to_pickle_parts(_unpicklable)
+
+
+def _unpicklable(tensor: torch.Tensor) -> AutoparError:
+    assert isinstance(tensor, DTensor)
+    return AutoparError(
+        f"a tensor of shape {list(tensor.shape)} that lies on the mesh as {tensor.placements} is pickled, as by "
+        "torch.save of a state dict: the file would have this rank's part of it alone. On all ranks call "
+        "autopar.checkpoint.torch_save(what, path, model), which writes the file that one device would write; or save "
+        "model.full_state_dict(), or tensor.full_tensor()"
+    )
 
 
 def _converted(parameter: torch.Tensor, value: torch.Tensor, what: str) -> torch.Tensor | None:

@@ -47,8 +47,9 @@ def require_early_backward(program: Program) -> None:
     if program.loss is None:
         if (count := _losses(program)) > 1:
             raise InfeasibleError(
-                f"microbatches and pipelines need one loss, and {count} scalars of the model's output carry gradients: "
-                f"say which is the loss, with {WHICH}"
+                f"microbatches and pipelines need one loss, and {count} scalars that the model returns or keeps in "
+                "attributes carry gradients: detach() what is not trained on (self.last = y.mean().detach()), or say "
+                f"which is the loss, with {WHICH}"
             )
         raise InfeasibleError(
             "microbatches are added up by the loss, and the model returns none: return it alone or as the only scalar, "

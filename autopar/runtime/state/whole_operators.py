@@ -1,0 +1,204 @@
+"""Operators of users' code that torch cannot run on tensors of a mesh: computed on whole tensors, on every rank.
+
+A script does more to parameters and gradients than torch has rules for: ``p.grad[mask] = 0``, ``p.grad * mask`` with a
+plain mask, ``nn.init.normal_(p)``. A DTensor stands for the whole tensor, and so does a plain tensor beside it. So what
+has no rule is computed on whole tensors, and each rank keeps its part of what is written: right, and slower by a
+gather. Random numbers are drawn for the whole tensor, as one device draws them; they are rank 0's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar._torch_compat import TensorMeta, redistributed, run_beyond_dtensor, spec_in
+from autopar.errors import AutoparError, RankError
+from autopar.runtime.agreement.control import during_any
+from autopar.runtime.dtensor import full_tensor
+
+_FILLS = frozenset(
+    ("normal_", "uniform_", "bernoulli_.float", "rand_like", "randn_like", "randint_like", "exponential_", "random_")
+)
+"""Random operators that look at no value of their argument."""
+
+SAMPLES = 1024
+"""Elements of a plain tensor that ranks compare."""
+
+_compared: set[Any] = set()
+
+
+def install_whole_operators() -> None:
+    """Let operators without a rule compute on whole tensors, for this process; once, however often it is called."""
+    run_beyond_dtensor(_on_whole_tensors, _compare)
+
+
+def _on_whole_tensors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator on whole tensors; a collective call."""
+    mesh = next(v for v in _tensors((args, kwargs)) if isinstance(v, DTensor)).device_mesh
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    name = str(op).removeprefix("aten.").removesuffix(".default")
+    fills = is_random and (name in _FILLS or name.partition(".")[0] in _FILLS)
+    whole = {id(v): _whole(v, fills) for v in _tensors((args, kwargs)) if isinstance(v, DTensor)}
+    result = op(*_map(args, whole), **_map(kwargs, whole))
+    written = [v for v in _written(op, args, kwargs) if isinstance(v, DTensor)]
+    if is_random:
+        for tensor in [whole[id(v)] for v in written] or list(_tensors(result)):
+            _take_of_first(tensor, mesh)
+    for tensor in written:
+        _write(op, tensor, whole[id(tensor)])
+    own = {id(whole[id(v)]): v for v in written}  # `p.add_(x) is p`
+    return as_views(op, args, kwargs, _wrapped(result, mesh, own))
+
+
+class WholeView(DTensor):
+    """A view, for torch, of a tensor of which each rank has a part: in fact it is a whole copy of that view.
+
+    Torch makes such a copy where a view is not of each rank's own part, as ``p.grad[:3]`` of rows that are split, and
+    what is written to it is lost. Here it is written to the tensor, too.
+
+    Attributes:
+        source: the tensor, and the operator that made the view of it: its arguments after the first, its keyword
+            arguments, and the number of this view among the results; None for a single result.
+    """
+
+    source: tuple[DTensor, Any, tuple[Any, ...], dict[str, Any], int | None]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator on the copy; what it writes goes to the tensor."""
+        kwargs = kwargs or {}
+        views = {id(v): v for v in _tensors((args, kwargs)) if isinstance(v, WholeView)}
+        plain = {k: DTensor(v._local_tensor, v._spec, requires_grad=False) for k, v in views.items()}  # type: ignore[no-untyped-call]
+        result = func(*_map(args, plain), **_map(kwargs, plain))
+        written = [v for v in _written(func, args, kwargs) if isinstance(v, WholeView)]
+        for view in written:
+            copy = plain[id(view)]
+            view._local_tensor, view._spec = copy._local_tensor, copy._spec
+            view.write_back()
+        if written:
+            own = {id(plain[id(v)]): v for v in written}
+            return _map(result, own) if isinstance(result, list | tuple) else own.get(id(result), result)
+        return as_views(func, args, kwargs, result)
+
+    def write_back(self) -> None:
+        """Write the copy into the tensor that it is a view of; a collective call."""
+        tensor, op, args, kwargs, number = self.source
+        whole = _whole(tensor, fills=False)
+        found = op(whole, *args, **kwargs)
+        (found if number is None else found[number]).copy_(full_tensor(self))
+        tensor.copy_(_replicated(whole, tensor.device_mesh))
+
+
+def as_views(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """The result with a `WholeView` for each tensor that the operator makes as a view of its first argument."""
+    first = op._schema.arguments[0].alias_info if op._schema.arguments else None
+    if first is None or first.is_write or not isinstance(args[0], DTensor):
+        return result
+    for i, view in enumerate(_tensors(result)):
+        view.__class__ = WholeView
+        number = None if isinstance(result, torch.Tensor) else i
+        view.source = (args[0], op, args[1:], kwargs, number)  # type: ignore[attr-defined]
+    return result
+
+
+def _whole(tensor: DTensor, fills: bool) -> torch.Tensor:
+    """Memory of its own with the whole tensor, or with nothing in it yet."""
+    if fills:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor._local_tensor.device)
+    whole = full_tensor(tensor)
+    return whole.clone() if whole.data_ptr() == tensor._local_tensor.data_ptr() else whole
+
+
+def _take_of_first(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Rank 0's numbers, in place: ranks whose generators differ would hold copies that differ."""
+    if not tensor.is_contiguous():
+        raise AutoparError("random numbers for a tensor whose memory is not contiguous; call contiguous() first")
+    with during_any("random numbers for a tensor on the mesh"):
+        for axis in range(mesh.ndim):
+            dist.broadcast(tensor, group=mesh.get_group(axis), group_src=0)
+
+
+def _write(op: Any, tensor: DTensor, whole: torch.Tensor) -> None:
+    """This rank's part of ``whole`` into a tensor that the operator has written to."""
+    if tensor.shape != whole.shape or tensor.dtype != whole.dtype:
+        raise AutoparError(f"{op} would change the shape of a tensor on the mesh, {list(tensor.shape)}: make a new one")
+    mesh = tensor.device_mesh
+    placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
+    part = redistributed(_replicated(whole, mesh), mesh, placements)
+    if placements == tuple(tensor.placements):
+        tensor._local_tensor.copy_(part._local_tensor)  # its memory stays: views of it see what is written
+    else:
+        tensor._local_tensor, tensor._spec = part._local_tensor, part._spec
+
+
+def _replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = spec_in(mesh, (Replicate(),) * mesh.ndim, meta)
+    return DTensor(whole, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _wrapped(result: Any, mesh: DeviceMesh, own: dict[int, DTensor]) -> Any:
+    """A result with DTensors for its tensors: an argument that was written to, or a whole one on every rank."""
+    if isinstance(result, torch.Tensor):
+        if id(result) in own:
+            return own[id(result)]
+        return result if isinstance(result, DTensor) else _replicated(result, mesh)
+    return type(result)(_wrapped(r, mesh, own) for r in result) if isinstance(result, list | tuple) else result
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    names = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    named = [*zip((a.name for a in op._schema.arguments), args, strict=False), *kwargs.items()]
+    return [t for name, value in named if name in names for t in _tensors(value)]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [t for v in values for t in _tensors(v)]
+
+
+def _map(value: Any, whole: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(value, dict):
+        return {k: _map(v, whole) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_map(v, whole) for v in value)
+    return whole.get(id(value), value)
+
+
+def _compare(op: Any, plain: list[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Plain tensors beside tensors of the mesh must be the same on every rank: compared at the first call of a kind.
+
+    Raises:
+        RankError: they are not.
+    """
+    key = (op, mesh, tuple((tuple(t.shape), t.dtype) for t in plain))
+    if key in _compared or any(t.is_meta for t in plain):
+        return
+    _compared.add(key)
+    digest = hashlib.blake2b(digest_size=7)
+    for t in plain:
+        flat = t.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // SAMPLES)].cpu().contiguous()
+        digest.update(sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b"")
+    own = int.from_bytes(digest.digest(), "big")
+    found = torch.tensor([own, -own], device=mesh.device_type)
+    with during_any(f"a plain tensor that {op} takes"):
+        for axis in range(mesh.ndim):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    if int(found[0]) != -int(found[1]):
+        shapes = ", ".join(str(list(t.shape)) for t in plain)
+        raise RankError(
+            f"{op} takes a plain tensor of shape {shapes} beside one that lies on the mesh, and its contents differ "
+            "between the ranks: it stands for the whole tensor, so make the same on every rank (torch.manual_seed), "
+            "or distribute it with torch.distributed.tensor"
+        )
