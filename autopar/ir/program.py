@@ -32,6 +32,12 @@ from autopar.ir.signature.outputs import Total
 from autopar.ir.structure import output_types, structure_of
 
 GRADIENTS = ("gradient", "input_gradient")
+"""Kinds of outputs that are gradients."""
+
+RECORDED = "recorded"
+"""Kind of an output of the backward pass that a history gets, see `autopar.ir.ops.float8.delayed`."""
+
+OF_BACKWARD = (*GRADIENTS, RECORDED)
 """Kinds of outputs that the backward pass makes."""
 
 
@@ -53,8 +59,10 @@ class Output:
     """What an output of the graph is: a ``buffer``'s new value, a ``result`` of the model, or a gradient.
 
     Attributes:
-        kind: ``buffer``, ``result``, ``gradient`` of a parameter, or ``input_gradient`` of a batch tensor.
-        name: of the buffer or parameter; index of the result or of the batch tensor.
+        kind: ``buffer``, ``result``, ``gradient`` of a parameter, ``input_gradient`` of a batch tensor, or ``recorded``,
+            the largest entry of what a row of a history is of.
+        name: of the buffer or parameter; index of the result or of the batch tensor; of the history, its row and a
+            number, as in ``up.weight_amax_history:2:0``.
     """
 
     kind: str
