@@ -120,7 +120,9 @@ class DelayedLinear(nn.Linear):
         largest = [max((p[row] for p in self.past[-self.steps :]), default=0.0) for row in range(3)]
         formats = (LARGEST[torch.float8_e4m3fn],) * 2 + (LARGEST[torch.float8_e5m2],)
         found = [a / f if a > 0 else 1.0 for a, f in zip(largest, formats, strict=True)]
-        return [torch.tensor(s, dtype=torch.float64 if self.weight.dtype == torch.float64 else torch.float32) for s in found]
+        return [
+            torch.tensor(s, dtype=torch.float64 if self.weight.dtype == torch.float64 else torch.float32) for s in found
+        ]
 
     def end_step(self) -> None:
         self.past.append([a if a < float("inf") else 0.0 for a in self.now])
@@ -146,6 +148,17 @@ def end_step(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, DelayedLinear):
             module.end_step()
+
+
+def past(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Its histories as the buffers of `autopar.Float8`: the latest step first, and zero where there was none."""
+    found = {}
+    for layer in model.modules():
+        if isinstance(layer, DelayedLinear):
+            steps = [[0.0] * 3] * layer.steps + layer.past
+            weight = next(n for n, p in model.named_parameters() if p is layer.weight)
+            found[f"{weight}_amax_history"] = torch.tensor(steps[: -layer.steps - 1 : -1], dtype=torch.float64).T
+    return found
 
 
 LAYERS = {layer.scaling: layer for layer in (TensorwiseLinear, RowwiseLinear, BlockLinear)}

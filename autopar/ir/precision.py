@@ -102,7 +102,8 @@ class Precision:
     def resolve(value: Precision | str | torch.dtype | None) -> Precision | None:
         """A policy from itself, or from the dtype to compute in (``"bf16"``, ``torch.bfloat16``); None for none.
 
-        ``"fp8"``, ``"fp8-rowwise"``, ``"fp8-delayed"`` and ``"mxfp8"`` compute in bfloat16, with linear layers in float8.
+        ``"fp8"``, ``"fp8-rowwise"``, ``"fp8-delayed"`` and ``"mxfp8"`` compute in bfloat16, with linear layers in
+        float8.
 
         Raises:
             ValueError: nothing of that kind.

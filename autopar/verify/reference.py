@@ -155,11 +155,8 @@ def carried(given: Values, outputs: Values, program: Program | None = None) -> V
     """The inputs of the next call: those of the last, with what it has written."""
     assigned = {} if program is None else _results_assigned(program)
     recorded = {name: value for (kind, name), value in outputs.items() if kind == RECORDED}
-    return {
-        key: outputs.get(key, outputs.get(assigned.get(key, key), value)) for key, value in given.items()
-    } | {
-        ("buffer", name): rolled(given["buffer", name], latest)
-        for name, latest in latest_of(recorded).items()
+    return {key: outputs.get(key, outputs.get(assigned.get(key, key), value)) for key, value in given.items()} | {
+        ("buffer", name): rolled(given["buffer", name], latest) for name, latest in latest_of(recorded).items()
     }
 
 

@@ -18,8 +18,8 @@ from autopar.compiler import BATCH, captured, check_planning, in_canonical_form,
 from autopar.costs.arguments import AXES, FLAG, a, require, whole
 from autopar.costs.cluster import Cluster
 from autopar.errors import VerifyError
-from autopar.ir.ops.random import generator_states, same_numbers
 from autopar.ir.ops.float8.histories import is_history
+from autopar.ir.ops.random import generator_states, same_numbers
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import STATELESS, Input, Program, State

@@ -18,7 +18,7 @@ there is one for each axis along which any of them is. Stages of a pipeline have
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,10 +28,12 @@ from torch import fx
 from autopar.ir.graph import insert_call
 from autopar.ir.layout import Partial, Replicate, replicated
 from autopar.ir.node_info import NodeInfo, info, set_info
+from autopar.ir.ops import float8
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import Collective, c10d
 from autopar.ir.plan import Plan
 from autopar.ir.program import RECORDED, Program
+from autopar.pipeline.stage_graphs import free_nodes
 
 aten = torch.ops.aten
 
@@ -41,12 +43,14 @@ def join_maxima(program: Program, plan: Plan) -> Program:
     graph, outputs = program.graph.graph, program.output_values
     described = zip(program.outputs, outputs, strict=True)
     recorded = dict.fromkeys(v for o, v in described if o.kind == RECORDED and v is not None)
+    free = free_nodes(program) if len(plan.stages) > 1 and recorded else set[fx.Node]()
     stages: dict[int | None, dict[fx.Node, _Maximum]] = {}
     for value in recorded:
         known = _taken_apart(value)
+        _settle(known.own, free)
         _describe(known, info(value), plan.inner.axis_names)
         if known.axes:
-            stages.setdefault(info(value).stage, {})[value] = known
+            stages.setdefault(info(known.own).stage, {})[value] = known
     if not stages:
         return program
     instead: dict[fx.Node | None, fx.Node] = {}
@@ -57,6 +61,23 @@ def join_maxima(program: Program, plan: Plan) -> Program:
     program.output_node.args = ([instead.get(v, v) for v in outputs],)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     return program
+
+
+def _settle(own: fx.Node, free: Container[fx.Node]) -> None:
+    """Put the largest entry of a weight into a stage that has the weight, and a sum into the stage of its term."""
+    if own.target is accumulate:
+        (term,) = own.all_input_nodes
+        _settle(term, free)
+        set_info(own, replace(info(own), stage=info(term).stage))
+    elif own.target is float8.amax and free and all(a in free for a in own.all_input_nodes):
+        # What is computed of parameters alone has no stage of its own: those that read it have.
+        pending, stages = list(own.all_input_nodes), set[int]()
+        for node in pending:
+            stages |= {info(node).stage or 0} if node not in free else set()
+            pending += [
+                u for u in node.users if u is not own and u.op != "output" and u not in pending and node in free
+            ]
+        set_info(own, replace(info(own), stage=min(stages, default=0)))
 
 
 def _describe(known: _Maximum, was: NodeInfo, names: Sequence[str]) -> None:
@@ -116,7 +137,7 @@ def _joined(graph: fx.Graph, values: Mapping[fx.Node, _Maximum], axes: Sequence[
             found[value] = call(aten.reshape.default, part, list(value.meta["val"].shape))
     for node in made:
         node.meta["partitioner_tag"] = "is_backward"
-        set_info(node, replace(info(node), stage=info(last).stage, internal=True))
+        set_info(node, replace(info(node), stage=info(values[last].own).stage, internal=True))
     for value, node in found.items():
         assert value is not None
         (layout,) = info(value).layouts

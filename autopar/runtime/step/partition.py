@@ -116,6 +116,8 @@ def _renamed(program: Program) -> Program:
         known[node].meta["partitioner_tag"] = "is_forward" if node in early else "is_backward"
         if isinstance(node.meta.get("val"), torch.Tensor):
             known[node].meta["tensor_meta"] = node.meta["val"]  # or it takes a meta tensor for no tensor
+        # What the tracer says of each of its outputs: the partitioner would drop those that there are more of now.
+        known[node].meta.pop("desc", None)
     return replace(program, graph=LazyGraphModule(program.graph, graph))
 
 

@@ -5,7 +5,8 @@ same time, one device computes the parts one after the other. So the program of 
 rewritten for an axis `TIME`. Sums over that axis become ``autopar.ir.ops.accumulate``; values that depend on the batch
 alone, such as the number of tokens that count, are computed from the whole batch before the first microbatch; and
 whatever needs the other parts in any other way cannot be cut, but for scales of float8 values: these are a microbatch's
-own, and the largest entries that delayed scaling records are those of all microbatches. There is no mean of means: the sum is that of the whole
+own, and the largest entries that delayed scaling records are those of all microbatches. There is no mean of means: the
+sum is that of the whole
 batch, however unequal its parts are.
 
 Before, on the time axis:              After, for each microbatch:

@@ -22,6 +22,7 @@ _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-
 _library.define("float8_amax(Tensor x) -> Tensor")
 _library.define("float8_delayed_scale(Tensor history, int row, str format) -> Tensor")
 
+
 def _amax(x: Tensor) -> Tensor:
     largest: Tensor = torch.linalg.vector_norm(x, torch.inf, [0, 1], True).to(wide_dtype(x))
     # A maximum over devices may drop what is no number.

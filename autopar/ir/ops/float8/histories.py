@@ -1,7 +1,7 @@
 """Histories of delayed scaling: their names, and what they are a step later.
 
-A linear layer's weight has one, a buffer ``[3, steps]`` beside it: the largest entries, of the latest step first, of the
-values that it multiplies, of itself, and of the gradients of its results.
+A linear layer's weight has one, a buffer ``[3, steps]`` beside it: the largest entries, of the latest step first, of
+the values that it multiplies, of itself, and of the gradients of its results.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def rolled(history: Tensor, latest: Tensor) -> Tensor:
     return torch.cat([first.unsqueeze(-1), history[..., :-1]], -1)
 
 
-def register(
-    model: nn.Module, exclude: Iterable[str], steps: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def register(model: nn.Module, exclude: Iterable[str], steps: int, dtype: torch.dtype, device: torch.device) -> None:
     """Give every matrix among a model's parameters a history, a buffer of its module; those that have one keep it.
 
     Which of them are weights of linear layers is known when a call has been captured; the others' stay zero.

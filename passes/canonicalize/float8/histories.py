@@ -9,7 +9,7 @@ After::
     def step(w, w_amax_history, x, ...): ...; return loss, float8_amax(x), float8_amax(w), float8_amax(dy), dw
 
 The histories are buffers, and what is returned for them are outputs of the backward pass: `autopar.runtime.step.record`
-writes it into them. A step without a backward pass, or in evaluation mode, returns nothing for them.
+writes it into them. A step without a backward pass returns nothing for them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Histories:
 
     Attributes:
         inputs: placeholders of the histories, by the names of their weights.
-        of: by weight and row the weight and row whose history is taken. Layers that take the same values, as queries and
-            keys do, record the same: one history serves them all, and the values are rounded once.
+        of: by weight and row the weight and row whose history is taken. Layers that take the same values, as queries
+            and keys do, record the same: one history serves them all, and the values are rounded once.
     """
 
     inputs: Mapping[str, fx.Node]
@@ -70,7 +70,7 @@ def with_histories(program: Program, used: Sequence[Used], steps: int) -> tuple[
     program, inputs = _with_inputs(program, {w: m for w, _, m, _ in used}, steps)
     first: dict[tuple[int, frozenset[fx.Node]], tuple[str, int]] = {}
     of = {key: first.setdefault((key[1], frozenset(own)), key) for key, own in matrices.items()}
-    if program.training and any(o.kind == "gradient" and v is not None for o, v in _outputs(program)):
+    if any(o.kind == "gradient" and v is not None for o, v in _outputs(program)):
         program = _with_outputs(program, matrices, readers)
     return program, Histories(inputs, of)
 
@@ -79,9 +79,7 @@ def _outputs(program: Program) -> Iterable[tuple[Output, fx.Node | None]]:
     return zip(program.outputs, program.output_values, strict=True)
 
 
-def _with_inputs(
-    program: Program, weights: Mapping[str, fx.Node], steps: int
-) -> tuple[Program, dict[str, fx.Node]]:
+def _with_inputs(program: Program, weights: Mapping[str, fx.Node], steps: int) -> tuple[Program, dict[str, fx.Node]]:
     """A placeholder for the history of each weight, after the parameters; ``weights`` have a matrix of each."""
     specs, nodes, found = list(program.inputs), program.placeholders, {}
     at = max(i for i, spec in enumerate(specs) if spec.kind == "parameter")

@@ -12,7 +12,8 @@ After::
 
 With delayed scaling the scales are of earlier steps, and what was largest in this one is returned for later ones::
 
-    sx = float8_delayed_scale(history_of_w, 0, "e4m3");  ...;  return ..., float8_amax(x), float8_amax(w), float8_amax(dy)
+    sx = float8_delayed_scale(history_of_w, 0, "e4m3");  ...
+    return ..., float8_amax(x), float8_amax(w), float8_amax(dy), ...
 
 A tensor is scaled and rounded once for all products that take it so. It runs on the canonical form, before plans: that
 a sharded weight is gathered as bytes, after it has been rounded, is a layout like any other to the search.
@@ -33,7 +34,7 @@ from autopar.ir.node_info import info, set_info
 from autopar.ir.ops import float8
 from autopar.ir.precision import BLOCKS, DELAYED, TENSORWISE, Float8
 from autopar.ir.program import Program
-from autopar.passes.canonicalize.histories import Histories, with_histories
+from autopar.passes.canonicalize.float8.histories import Histories, with_histories
 
 aten = torch.ops.aten
 
