@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 HEAD = "fp8, head in bf16"
-PRECISIONS = ("bf16", "fp8-tensorwise", "fp8-rowwise", "mxfp8", HEAD)
+PRECISIONS = ("bf16", "fp8-tensorwise", "fp8-rowwise", "fp8-delayed", "mxfp8", HEAD)
 WIDTH, BLOCKS, ROWS = 64, 2, 16
 
 

@@ -53,12 +53,12 @@ def join_maxima(program: Program, plan: Plan) -> Program:
             stages.setdefault(info(known.own).stage, {})[value] = known
     if not stages:
         return program
-    instead: dict[fx.Node | None, fx.Node] = {}
+    instead: dict[fx.Node, fx.Node] = {}
     for values in stages.values():
         # In the order of the mesh, which is that of all ranks.
         axes = [name for name in plan.axis_names if any(name in m.axes for m in values.values())]
         instead |= _joined(graph, values, axes)
-    program.output_node.args = ([instead.get(v, v) for v in outputs],)
+    program.output_node.args = ([None if v is None else instead.get(v, v) for v in outputs],)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     return program
 
@@ -116,15 +116,15 @@ def _taken_apart(value: fx.Node) -> _Maximum:
     return _Maximum(value, frozenset())
 
 
-def _joined(graph: fx.Graph, values: Mapping[fx.Node, _Maximum], axes: Sequence[str]) -> dict[fx.Node | None, fx.Node]:
+def _joined(graph: fx.Graph, values: Mapping[fx.Node, _Maximum], axes: Sequence[str]) -> dict[fx.Node, fx.Node]:
     """What stands for each value: its part of one maximum of all."""
-    last, made = next(reversed(values)), list[fx.Node]()
+    last, made = list(values)[-1], list[fx.Node]()
 
     def call(target: Any, *args: Any) -> fx.Node:
         made.append(insert_call(graph, last, target, *args))
         return made[-1]
 
-    found: dict[fx.Node | None, fx.Node] = {}
+    found: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(graph.output_node()):
         whole = call(aten.cat.default, [call(aten.reshape.default, m.own, [-1]) for m in values.values()])
         for axis in axes:
@@ -139,7 +139,6 @@ def _joined(graph: fx.Graph, values: Mapping[fx.Node, _Maximum], axes: Sequence[
         node.meta["partitioner_tag"] = "is_backward"
         set_info(node, replace(info(node), stage=info(values[last].own).stage, internal=True))
     for value, node in found.items():
-        assert value is not None
         (layout,) = info(value).layouts
         whole_layout = replicated(len(layout or ()))
         set_info(node, replace(info(node), types=info(value).types, layouts=(whole_layout,), internal=False))

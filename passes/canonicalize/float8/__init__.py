@@ -231,7 +231,11 @@ def _products(program: Program, linear: Float8) -> dict[fx.Node, _Operands]:
         row = float8.WEIGHT if _parameter(matrix, parameters) else float8.INPUT
         return _Operand(matrix, flipped, VALUES, row)
 
-    return {n: _Operands(*(operand(n, *m) for m in matrices[n]), name) for n, name in chosen.items()}
+    found = {}
+    for node, name in chosen.items():
+        left, right = (operand(node, *m) for m in matrices[node])
+        found[node] = _Operands(left, right, name)
+    return found
 
 
 def _base(operand: object) -> tuple[fx.Node, bool]:
