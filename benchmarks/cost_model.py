@@ -35,7 +35,7 @@ from autopar.costs.calibrate.several_starts import Expected, fit_positive  # noq
 from autopar.costs.cluster import Cluster  # noqa: E402
 from autopar.explain.hybrid.layer_profile import Part, Spent, spend_each  # noqa: E402
 from autopar.explain.hybrid.training_step import Stages, Training, simulated_seconds, stages_of, step_seconds  # noqa: E402
-from autopar.sharding.redistribute import Machine  # noqa: E402
+from autopar.sharding.redistribute.moves import Machine  # noqa: E402
 
 Floats = NDArray[np.float64]
 

@@ -43,7 +43,7 @@ from autopar.search.predict import predict  # noqa: E402
 from autopar.sharding.assignment import machine_of  # noqa: E402
 from autopar.sharding.dims import Dims, analyze  # noqa: E402
 from autopar.sharding.layer_classes import layer_classes  # noqa: E402
-from autopar.sharding.redistribute import Machine  # noqa: E402
+from autopar.sharding.redistribute.moves import Machine  # noqa: E402
 from autopar.simulate import order, pipeline, simulate  # noqa: E402
 from benchmarks.gpt import GPT, batch_of  # noqa: E402
 

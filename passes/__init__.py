@@ -18,19 +18,20 @@ from autopar.passes.collectives.bucket_collectives import bucket_collectives
 from autopar.passes.collectives.chunk_collectives import chunk_collectives
 from autopar.passes.collectives.join_maxima import join_maxima
 from autopar.passes.collectives.overlap_collectives import overlap_collectives
-from autopar.passes.collectives.reduce_in_place import reduce_in_place
 from autopar.passes.collectives.send_rounded_numbers import send_rounded_numbers
 from autopar.passes.collectives.send_whole_numbers import send_whole_numbers
 from autopar.passes.copy_for_backward import copy_for_backward
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.hoist_invariants import hoist_invariants
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
 from autopar.passes.insert_offload import insert_offload
 from autopar.passes.insert_recompute import insert_recompute
+from autopar.passes.kernels.add_bias_in_product import add_bias_in_product
+from autopar.passes.kernels.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
+from autopar.passes.kernels.merge_views import merge_views
+from autopar.passes.kernels.reduce_in_place import reduce_in_place
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.lower_operators import lower_operators
-from autopar.passes.merge_views import merge_views
 from autopar.passes.pad_dims import pad_dims
 from autopar.passes.pipeline.assign_stages import assign_stages
 from autopar.passes.pipeline.scatter_sends import scatter_sends
@@ -67,6 +68,7 @@ PASSES: tuple[Pass, ...] = (
     insert_contiguous,
     merge_views,
     reduce_in_place,
+    add_bias_in_product,
 )
 
 DETERMINISTIC_PASSES: tuple[Pass, ...] = (
@@ -92,6 +94,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     insert_contiguous,
     merge_views,
     reduce_in_place,
+    add_bias_in_product,
 )
 """Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
 

@@ -31,7 +31,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.emit import Exchanges, MoveEmitter
-from autopar.sharding.redistribute import Machine, Move, Tables
+from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute.moves import Machine, Move
 
 
 def insert_collectives(program: Program, plan: Plan) -> Program:

@@ -23,7 +23,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.lowered.emit import emit_lowering, lowered_letters
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 
 aten = torch.ops.aten
 

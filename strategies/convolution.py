@@ -360,10 +360,16 @@ rule(aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.defaul
 rule(aten.avg_pool3d.default, aten._adaptive_avg_pool3d.default)(_linear_forward(3))
 rule(aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d_backward.default)(_backward(3))
 
-for _op in (aten.upsample_nearest2d, aten.upsample_bilinear2d, aten.upsample_bicubic2d):
-    rule(_op.default, _op.vec)(_linear_forward(2))
-for _op in (aten.upsample_nearest2d_backward, aten.upsample_bilinear2d_backward, aten.upsample_bicubic2d_backward):
-    rule(_op.default)(_resample_backward(2))
+RESAMPLING = {
+    1: ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),
+    2: ("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"),
+    3: ("upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d"),
+}
+"""By number of spatial dims: the operators of `torch.nn.functional.interpolate`."""
+for _n, _names in RESAMPLING.items():
+    for _name in _names:
+        rule(getattr(aten, _name).default)(_linear_forward(_n))
+        rule(getattr(aten, f"{_name}_backward").default)(_resample_backward(_n))
 
 for _kind in ("reflection", "replication"):
     for _n in (1, 2, 3):

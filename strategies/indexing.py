@@ -70,11 +70,17 @@ def _aligned(x: Spec, index: Spec, dim: int) -> tuple[str, str, str, str]:
     return names, "".join(shared), shared[dim] if shared else "", "".join(names[d] + shared[d] for d in unequal)
 
 
+def _unsplit(*tensors: Spec, result: int) -> Rule:
+    """Scalars among the tensors, which torch takes for one element each: nothing is split."""
+    left = ",".join("1" * t.ndim or "." for t in tensors)
+    return Rule(f"{left}->{'1' * result or '.'}")
+
+
 @rule(aten.gather.default)
 def gather(x: Spec, dim: int, index: Spec, *, sparse_grad: bool = False) -> Rule:
     """One element for each index, along ``dim``."""
-    if x.ndim == 0:
-        return Rule(".,.->.", linear=((0,),))
+    if x.ndim == 0 or index.ndim == 0:
+        return _unsplit(x, index, result=index.ndim)
     dim %= x.ndim
     names, index_names, _, blocked = _aligned(x, index, dim)
     letter = names[dim]
@@ -89,8 +95,8 @@ def gather(x: Spec, dim: int, index: Spec, *, sparse_grad: bool = False) -> Rule
 def _scatter(target: Any, linear: Callable[[Any], tuple[tuple[int, ...], ...]]) -> Callable[..., Rule]:
     def scatter(x: Spec, dim: int, index: Spec, source: Any, **_: Any) -> Rule:
         sources = [source] if isinstance(source, Spec) else []
-        if x.ndim == 0:
-            return Rule(f"{','.join(['.'] * (2 + len(sources)))}->.", linear=linear(source))
+        if not all(t.ndim for t in (x, index, *sources)):
+            return _unsplit(x, index, *sources, result=x.ndim)
         dim %= x.ndim
         names, index_names, own, blocked = _aligned(x, index, dim)
         inputs = [names, index_names]
@@ -123,8 +129,8 @@ for _op in (aten.scatter.src, aten.scatter_add.default):
 @rule(aten.index_select.default)
 def index_select(x: Spec, dim: int, index: Spec) -> Rule:
     """Elements of ``dim`` in the order of ``index``."""
-    if x.ndim == 0:
-        return Rule(f".,{'1' * index.ndim or '.'}->.")
+    if x.ndim == 0 or index.ndim == 0:
+        return _unsplit(x, index, result=x.ndim)
     names = list(letters(x.ndim))
     dim %= x.ndim
     letter, own = names[dim], letters(1, x.ndim)
@@ -139,8 +145,8 @@ def index_select(x: Spec, dim: int, index: Spec) -> Rule:
 
 def _index_write(target: Any) -> Callable[..., Rule]:
     def index_write(x: Spec, dim: int, index: Spec, source: Spec, **_: Any) -> Rule:
-        if x.ndim == 0:
-            return Rule(f".,{'1' * index.ndim or '.'},{'1' * source.ndim or '.'}->.")
+        if not all(t.ndim for t in (x, index, source)):
+            return _unsplit(x, index, source, result=x.ndim)
         names = list(letters(x.ndim))
         dim %= x.ndim
         letter, own = names[dim], letters(1, x.ndim)

@@ -5,6 +5,7 @@ Also diagonals, Fourier transforms, and complex numbers as pairs.
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,7 +81,12 @@ def lu_unpack(lu: Spec, pivots: Spec, unpack_data: bool = True, unpack_pivots: b
 def solve(a: Spec, b: Spec, *, left: bool = True, check_errors: bool = False) -> Rule:
     """Solution, LU factors, pivots and state; a batch of vectors is told from a matrix by its dims."""
     vectors = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
-    return batched("mn,p->p,mn,k," if vectors else "mn,pr->pr,mn,k,")(a, b)
+    found = batched("mn,p->p,mn,k," if vectors else "mn,pr->pr,mn,k,")(a, b)
+    inputs, outputs = found.equation.split("->")
+    # The factors are of the matrices that are given, which may serve several right sides.
+    matrices = inputs.split(",")[0]
+    factors = [matrices, matrices[:-2] + "k", matrices[:-2] or "."]
+    return replace(found, equation=f"{inputs}->{','.join([outputs.split(',')[0], *factors])}")
 
 
 @rule(aten.linalg_cross.default)

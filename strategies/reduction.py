@@ -108,6 +108,8 @@ def stable_sort(x: Spec, *, stable: bool | None = None, dim: int = -1, descendin
 @rule(aten.topk.default)
 def topk(x: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Rule:
     """The largest entries along a dim."""
+    if x.ndim == 0:
+        return Rule(".->.,.")
     # The k largest of a part are not those of the whole.
     names = list(letters(x.ndim))
     last = letters(1, x.ndim)

@@ -49,6 +49,7 @@ def test_passes_in_order() -> None:
         "insert_collectives", "localize_shapes", "localize_random", "lower_operators", "draw_in_attention",
         "assign_stages", "insert_offload", "bucket_collectives", "eliminate_dead_code", "scatter_sends",
         "overlap_collectives", "chunk_collectives", "insert_contiguous", "merge_views", "reduce_in_place",
+        "add_bias_in_product",
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Every private torch import, by subject. Each name has a contract test in tests/test_torch_compat.py."""
+"""Every private torch import, by subject. Each name has a contract test in tests/torch_compat/."""
 
 from torch._decomp import get_decompositions
 from torch._guards import TracingContext, tracing
@@ -20,6 +20,7 @@ from autopar._torch_compat.changed import (
     flex_attention_as,
     masks_as_they_are,
     recurrent_dropout,
+    resampling_as_operators,
     selective_policy,
     without_modes,
     without_ordered_effects,
@@ -107,6 +108,7 @@ __all__ = [
     "redistributed",
     "reduce_found_inf_over_every_gradient",
     "refuse_items_of_unreduced",
+    "resampling_as_operators",
     "said_by_kernel",
     "scaled_mm",
     "selective_policy",

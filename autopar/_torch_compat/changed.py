@@ -62,6 +62,29 @@ def without_ordered_effects() -> Iterator[None]:
 
 
 @contextmanager
+def resampling_as_operators() -> Iterator[None]:
+    """While it lasts, `interpolate` is traced as the operators that eager mode runs, not as indexing.
+
+    The gradient of indexing adds up with ``index_put``, which takes many times as long as the operator's own.
+    """
+    kinds = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
+    names = [*(f"upsample_{k}" for k in kinds), *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3))]
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    taken: list[tuple[Any, dict[Any, Any]]] = []
+    for name in names:
+        packet = getattr(torch.ops.aten, name)
+        for operator in (packet.default, packet.vec):
+            taken.append((operator, {k: operator.py_kernels.pop(k) for k in keys if k in operator.py_kernels}))
+            operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, kernels in taken:
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
+
+
+@contextmanager
 def masks_as_they_are() -> Iterator[None]:
     """While it lasts, `nn.Transformer` does not look at the values of its masks, for whether they are causal."""
     import torch.nn.modules.transformer as module

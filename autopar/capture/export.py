@@ -28,7 +28,9 @@ from autopar._torch_compat import (
     aot_export_joint_with_descriptors,
     compiling,
     recurrent_dropout,
+    resampling_as_operators,
     storage_id,
+    without_ordered_effects,
 )
 from autopar.capture.decompositions import decompositions
 from autopar.capture.describe import describe
@@ -232,11 +234,12 @@ def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
         with (
             contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False),
             torch.backends.cudnn.flags(enabled=False), compiling(), recurrent_dropout(), _uncompiled(),
+            without_ordered_effects(), resampling_as_operators(),
         ):  # fmt: skip
             joint: fx.GraphModule = aot_export_joint_with_descriptors(
                 stack, harness, fakes, decompositions=decompositions()
             ).graph_module
-        _remove_profiling(joint.graph)
+        _remove_effects(joint.graph)
         # Torch's annotations become what passes carry along: regions, stacks of modules, lines.
         mark(joint.graph)
         record_origins(joint.graph)
@@ -253,9 +256,15 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
-def _remove_profiling(graph: fx.Graph) -> None:
-    """Take `torch.profiler.record_function` out, which computes nothing, and whose handles are no tensors."""
-    for node in reversed([n for n in graph.nodes if getattr(n.target, "namespace", "") == "profiler"]):
+def _remove_effects(graph: fx.Graph) -> None:
+    """Take out what computes nothing: `torch.profiler.record_function`, and the backward pass's checks of matrices.
+
+    Where eager's backward pass raises for a singular matrix, its gradient is infinite or not a number here.
+    """
+    check = torch.ops.aten._linalg_check_errors.default
+    for node in reversed(
+        [n for n in graph.nodes if n.target is check or getattr(n.target, "namespace", "") == "profiler"]
+    ):
         graph.erase_node(node)
 
 

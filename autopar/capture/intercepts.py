@@ -2,14 +2,14 @@
 
 * ``parameter.data = value`` writes to the parameter, so that functionalization sees it.
 * ``torch.cond`` computes both branches and selects one, with the gradients of the other masked.
-* Checks of ``torch.linalg`` for singular matrices, and of arguments of ``torch.distributions``, become results, which
-  are checked after every step.
+* Checks of ``torch.linalg`` for singular matrices, and of arguments of ``torch.distributions`` and losses, become
+  results, which are checked after every step.
 * A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
 * Batch norm with ``momentum=None`` counts with a tensor, not with the number in it.
 * Copies of parameters are refused: they would be strangers.
 * `nn.Transformer` takes masks as they are, where it would look whether they are causal.
 * `flex_attention` is attention under the mask that its functions make, or its formula.
-* RMS norm is its parts, as on a CPU, where GPUs have one operator.
+* Functions of which torch traces another than eager mode runs, or that look at values, are their formulas.
 * Results whose strides fake tensors get wrong get those of the kernels.
 * The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
 """
@@ -36,9 +36,9 @@ from autopar._torch_compat import (
     masks_as_they_are,
     storage_id,
     suggest_memory_format,
-    without_ordered_effects,
 )
-from autopar.capture.drawing import DRAWING, drawn
+from autopar.capture.functions.drawing import DRAWING, drawn
+from autopar.capture.functions.formulas import BY_FORMULA, gaussian_nll_loss
 from autopar.capture.origins import user_frame
 from autopar.errors import CaptureError
 from autopar.ir.ops.sequence.flex_attention import by_parts
@@ -80,8 +80,6 @@ _ITEMS = frozenset(
 )
 """Operators that write to their first argument."""
 
-_RMS_NORM = frozenset({functional.rms_norm, torch.rms_norm})
-
 _ROW_MAJOR = frozenset({functional.unfold})
 """Functions whose CPU kernels give a row-major result whatever their argument; fake tensors say otherwise."""
 
@@ -105,22 +103,19 @@ def _check_matrices(info: Leaf, function: str, is_matrix: bool, results: Any) ->
     _CHECK(results[info.index], function, is_matrix=is_matrix)
 
 
-def _check_arguments(invalid: Leaf, line: str, results: Any) -> None:
-    """Raise where a distribution was given values that it refuses; torch has the values to show.
+def _check_arguments(invalid: Leaf, said: str, results: Any) -> None:
+    """Raise where a function was given values that it refuses; torch has the values to show.
 
     Args:
         invalid: the result that says how many values are outside of the domain.
-        line: of the user's that gives them.
+        said: what is wrong then, and the user's line.
         results: of the graph.
 
     Raises:
         ValueError: some are.
     """
     if int(results[invalid.index]):
-        raise ValueError(
-            f"a distribution of torch.distributions was given values that its constraints refuse, at {line}; "
-            "run the model without parallelize() to see them"
-        )
+        raise ValueError(f"{said}; run the model without parallelize() to see them")
 
 
 class Intercepts(TorchFunctionMode):
@@ -144,7 +139,7 @@ class Intercepts(TorchFunctionMode):
         torch.cond = _cond
         BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
-            with without_ordered_effects(), masks_as_they_are(), by_parts(), _Checks(self.checked), self:
+            with masks_as_they_are(), by_parts(), _Checks(self.checked), self:
                 yield
         finally:
             torch.cond = cond
@@ -158,8 +153,9 @@ class Intercepts(TorchFunctionMode):
         if not self.stride_read and func in _READS_STRIDES:
             self.stride_read = _own_line()
         if func is is_all_true and is_traced(args[0]):
-            # A sum over samples, which can be made in microbatches; whether all are valid cannot.
-            self.validated.append((args[0].logical_not().sum(), "{}:{}".format(*user_frame())))
+            self._refuse(
+                args[0].logical_not(), "a distribution of torch.distributions", "values that its constraints refuse"
+            )
             return True
         if func is torch.Tensor.__deepcopy__:
             _refuse_copy(args[0])
@@ -168,8 +164,10 @@ class Intercepts(TorchFunctionMode):
         # Without gradients nothing can be lost.
         if torch.is_grad_enabled():
             refuse_foreign_tensors(args)
-        if func in _RMS_NORM:
-            return _rms_norm(*args, **(kwargs or {}))
+        if func in BY_FORMULA:
+            return BY_FORMULA[func](*args, **(kwargs or {}))
+        if func is functional.gaussian_nll_loss:
+            return gaussian_nll_loss(self._refuse, *args, **(kwargs or {}))
         if func in DRAWING:
             return drawn(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
@@ -177,22 +175,19 @@ class Intercepts(TorchFunctionMode):
             return result.contiguous()
         return _in_suggested_format(args[0], result) if func in _BY_FORMAT else result
 
+    def _refuse(self, invalid: torch.Tensor, function: str, values: str) -> None:
+        """After a step, raise where any of ``invalid`` is true."""
+        # A sum over samples, which can be made in microbatches; whether there are any cannot.
+        line = "{}:{}".format(*user_frame())
+        self.validated.append((invalid.sum(), f"{function} was given {values}, at {line}"))
+
     def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check, ...]:
         """What is to be checked after a step."""
         matrices = [functools.partial(_check_matrices, leaf(info), name, single) for info, name, single in self.checked]
-        return (*matrices, *(functools.partial(_check_arguments, leaf(n), line) for n, line in self.validated))
-
-
-def _rms_norm(
-    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
-    """RMS norm as torch computes it on a CPU (``rms_norm_composite``)."""
-    half = input.dtype in (torch.float16, torch.bfloat16)
-    wide = input.to(torch.float32 if half else input.dtype)
-    dims = list(range(-1, -1 - len(normalized_shape), -1))
-    mean = wide.pow(2).mean(dims, keepdim=True)
-    scaled = wide * mean.add(torch.finfo(wide.dtype).eps if eps is None else eps).rsqrt()
-    return (scaled if weight is None else scaled * weight).type_as(input)
+        return (
+            *matrices,
+            *(functools.partial(_check_arguments, leaf(n), said) for n, said in self.validated),
+        )
 
 
 def _in_suggested_format(argument: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -38,10 +38,10 @@ def tensors_of(model: ParallelModule, optimizer: torch.optim.Optimizer | None) -
     found: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is None:
         return found
-    names = _names(model, optimizer)
+    names = names_of(model, optimizer)
     # An optimizer's step is an error while gradients are deferred; this one uses none of them.
     with model._autopar.deferred.set_aside():
-        _make_state(optimizer)
+        make_state(optimizer)
     # By name, where torch has numbers: another process may have its parameters in another order.
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
@@ -77,9 +77,9 @@ def take_over(model: ParallelModule, optimizer: torch.optim.Optimizer | None, st
     model.load_state_dict(state["model"])
     if optimizer is None:
         return
-    names = _names(model, optimizer)
+    names = names_of(model, optimizer)
     with model._autopar.deferred.set_aside():
-        _make_state(optimizer)
+        make_state(optimizer)
     # The saved state is in plain shards on every stage; this optimizer's is in the layouts of its parameters.
     saved = state["optimizer"]
     for parameter, values in optimizer.state.items():
@@ -112,7 +112,7 @@ def full_optimizer_state_dict(model: ParallelModule, optimizer: torch.optim.Opti
     Raises:
         AutoparError: ``optimizer`` has a parameter that the model has not.
     """
-    session, names = model._autopar, _names(model, optimizer)
+    session, names = model._autopar, names_of(model, optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     found = optimizer.state_dict()
     if session.context.mesh is None:
@@ -167,7 +167,7 @@ def _full(value: Any, known: Any, context: MeshContext) -> Any:
     return full_tensor(savable(value, known, context) if isinstance(value, DTensor) else value).cpu().clone()
 
 
-def _names(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+def names_of(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
     """Original name of each of the optimizer's parameters."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
@@ -180,7 +180,7 @@ def _names(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[torc
     return names
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
+def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer allocate its state by a step that changes nothing: zero gradients, zero learning rate."""
     parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     if optimizer.state or not parameters:

@@ -9,6 +9,7 @@ from torch import fx
 from autopar.ir.graph import is_operator, producer, tensor_arguments, values_of
 from autopar.ir.layout import local_shape, open_shape
 from autopar.ir.node_info import graph_info, info
+from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
@@ -28,6 +29,7 @@ def check(program: Program, plan: Plan) -> None:
     # The graph itself first: what follows walks over users and arguments.
     program.graph.graph.lint()
     holds = graph_info(program.graph).invariants
+    _check_sums(program)
     for node in program.graph.graph.nodes:
         _check_host(node)
         if "layouts" in holds:
@@ -37,6 +39,19 @@ def check(program: Program, plan: Plan) -> None:
             _check_placed(node)
         if "local" in holds:
             _check_local(node, plan)
+
+
+def _check_sums(program: Program) -> None:
+    """A sum over microbatches is complete after the last one: what depends on it runs once, and is no term of a sum."""
+    later = set[fx.Node]()
+    for node in program.graph.graph.nodes:
+        if any(a in later or a.target is accumulate for a in node.all_input_nodes):
+            later.add(node)
+            if node.target is accumulate:
+                raise ValueError(
+                    f"node {node.name} adds up over microbatches what is computed once, after the last of them: "
+                    f"{node.args[0]} depends on another sum"
+                )
 
 
 def _check_layouts(node: fx.Node) -> None:

@@ -78,6 +78,7 @@ class NodeInfo:
         internal: inside a move or a lowered operator: its tensors have no layout.
         open_size: the tensor has a size that only the data give, and ``val`` a guess (`localize_shapes`); None: nothing
             was noted.
+        added: of a product with a bias, what was known of its addition (`add_bias_in_product`).
         stage: number of the pipeline stage that runs the node (`assign_stages`); None without a pipeline.
     """
 
@@ -108,6 +109,7 @@ class NodeInfo:
     collective: Collective | None = None
     internal: bool = False
     open_size: bool | None = None
+    added: NodeInfo | None = None
     stage: int | None = None
 
     def type(self, output: int = 0) -> TensorType:

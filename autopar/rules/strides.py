@@ -1,8 +1,8 @@
 """Strides that kernels ask for: whether a tensor has them, a copy that does, and tensors with all kinds of strides.
 
 An operator is a function of values, but some kernels read the storage of their arguments as if it were in one order.
-What they ask for is in their rules, `autopar.rules.rule.Rule.strides`; `autopar.passes.insert_contiguous` puts a
-conditional copy before them, which returns the tensor itself where that will do.
+What they ask for is in their rules, `autopar.rules.rule.Rule.strides`; `autopar.passes.kernels.insert_contiguous` puts
+a conditional copy before them, which returns the tensor itself where that will do.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.operator_cost import operator_seconds
-from autopar.sharding.redistribute import Machine, Tables
+from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute.moves import Machine
 
 Make = Callable[[Restrictions], Formulation]
 Progress = Callable[[str, float, float], None]

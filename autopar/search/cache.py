@@ -29,7 +29,8 @@ import torch
 from autopar.costs.memory import format_bytes
 from autopar.costs.read_file import read_text
 from autopar.errors import PlanError
-from autopar.ir.plan import MOST_BYTES, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan.file import MOST_BYTES
 from autopar.ir.program import Program
 from autopar.rules.rule import Rule
 from autopar.search.budget.budget_problem import peak_bytes

@@ -416,6 +416,7 @@ class Job:
         deterministic: random numbers are those of one device.
         overlap: whether collectives may run beside kernels, so that what these hide costs nothing.
         graphs: so many graphs of stages the model is cut into, each of which begins with a gather that nothing hides.
+        rough: a bound and about what the best plan takes are enough: one search, as if all were hidden that can be.
     """
 
     axes: Mapping[str, int]
@@ -431,6 +432,7 @@ class Job:
     deterministic: bool = False
     overlap: bool = True
     graphs: int = 1
+    rough: bool = False
 
     @property
     def quantized(self) -> tuple[QuantizedAxis, ...]:

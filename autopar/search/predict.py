@@ -31,7 +31,8 @@ from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_seconds
-from autopar.sharding.redistribute import LOCAL_MOVES, Machine, Move, Redistributions, Tables, moved_bytes
+from autopar.sharding.redistribute import Redistributions, Tables
+from autopar.sharding.redistribute.moves import LOCAL_MOVES, Machine, Move, moved_bytes
 
 Prediction = tuple[Predicted, tuple[ModuleRow, ...]]
 """Totals, and a row for each module."""
@@ -364,7 +365,7 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
             value = node.meta["val"]
             local = value.numel() // split_parts(assignment.outputs[node, 0], machine.sizes)
             size = float(optimizer_state_bytes(optimizer, local, value.element_size()))
-            account.copy(next(iter(node.users)), size, 2 * float(copy_seconds(size, machine.device)), BEFORE)
+            account.copy(next(iter(node.users), node), size, 2 * float(copy_seconds(size, machine.device)), BEFORE)
     offloaded = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.offload.made]
     offloaded += [
         (value, layout) for value, layout in assignment.consumer_layouts.items() if value in assignment.offload.moved

@@ -24,7 +24,8 @@ from autopar.rules.remembered import remembered
 from autopar.sharding.candidates import combine
 from autopar.sharding.dims import Dims, Operator
 from autopar.sharding.layer_classes import LayerClasses
-from autopar.sharding.redistribute import Machine, Move, Redistributions, Tables
+from autopar.sharding.redistribute import Redistributions, Tables
+from autopar.sharding.redistribute.moves import Machine, Move
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,10 @@ def lowerable(operator: Operator, chosen: Sequence[Strategy], sizes: Sequence[in
 
 
 def candidates(
-    operator: Operator, sizes: Sequence[int], allowed: Sequence[Collection[str]] | None = None
+    operator: Operator,
+    sizes: Sequence[int],
+    allowed: Sequence[Collection[str]] | None = None,
+    padded: float = 1.0,
 ) -> Candidates:
     """Every combination of strategies over axes of ``sizes`` that splits each factor into equal parts.
 
@@ -209,6 +212,7 @@ def candidates(
         operator: the bound operator.
         sizes: size of each mesh axis.
         allowed: names to choose from on each axis; None allows all.
+        padded: parts are equal, too, where they are once a factor is at most this many times longer.
     """
     options = strategies(operator)
     per_axis = [
@@ -216,17 +220,21 @@ def candidates(
     ]
     chosen = list(itertools.product(*per_axis))
     choice = np.array(chosen, dtype=np.int64).reshape(len(chosen), len(sizes))
-    valid = np.ones(len(choice), dtype=bool)
+    valid, inexact = np.ones(len(choice), dtype=bool), np.zeros(len(choice), dtype=bool)
     # Several axes may split one factor: its size must be divided by the product of them.
     for factor in dict.fromkeys(f for s in options for f in s.factors):
         uses = np.array([factor in s.factors for s in options])
         parts = np.where(uses[choice], np.array(sizes), 1).prod(axis=1)
-        valid &= operator.letters[factor[0]].factors[factor[1]].size % parts == 0
+        size = operator.letters[factor[0]].factors[factor[1]].size
+        equal = size % parts == 0
+        valid &= equal | (-(-size // parts) * parts <= padded * size)
+        inexact |= ~equal
     if operator.rule.lower:
-        valid &= np.array([lowerable(operator, [options[s] for s in row], sizes) for row in choice], dtype=bool)
+        able = [lowerable(operator, [options[s] for s in row], sizes) for row in choice]
+        valid &= np.array(able, dtype=bool) | inexact
     for owned in {s.owned for s in options if s.owned}:
         parts = np.where(np.array([s.owned > 0 for s in options])[choice], np.array(sizes), 1).prod(axis=1)
-        valid &= owned % parts == 0
+        valid &= (owned % parts == 0) | (-(-owned // parts) * parts <= padded * owned)
     return Candidates(options, choice[valid])
 
 

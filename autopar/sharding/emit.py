@@ -27,7 +27,7 @@ from autopar.ir.node_info import info, set_info
 from autopar.ir.ops import exchange, routing
 from autopar.ir.ops.collectives import Collective, axis_index, c10d
 from autopar.ir.quantized.operators import from_blocks, sum_from_blocks, to_blocks
-from autopar.sharding.redistribute import (
+from autopar.sharding.redistribute.moves import (
     OWN_ROWS,
     PLACE_ROWS,
     WIRE,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from autopar.costs.kernels import host_wait_seconds, kernel_seconds
@@ -12,7 +14,7 @@ from autopar.ir.ops.exchange import HOST_WAITS
 from autopar.sharding.candidates import candidates
 from autopar.sharding.lowered.cost import emitted_work
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 
 
 class NodeSeconds:
@@ -39,6 +41,13 @@ class NodeSeconds:
             dtype = next((d for d in dtypes if d in device.flops), "float32")
             waits = host_wait_seconds(device) if node.target in HOST_WAITS else 0.0
             return float(kernel_seconds(work, dtype, device)[0]) + waits, 1.0
+        added = info(node).added
+        seconds, launches = self._of_operator(operator, names)
+        # On CPUs the addition is a pass of its own within the kernel; what GPUs gain by it was not measured.
+        return (seconds + self._of_operator(added.operator, added.strategy)[0] if added else seconds), launches
+
+    def _of_operator(self, operator: Any, names: tuple[str, ...]) -> tuple[float, float]:
+        device = self.machine.device
         if (operator, names) not in self._known:
             chosen = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
             # Copies of its inputs have nodes of their own.

@@ -14,7 +14,7 @@ from autopar.rules.remembered import remembered
 from autopar.sharding.candidates import BY_EXPERT, Candidates, candidates
 from autopar.sharding.dims import Operator
 from autopar.sharding.lowered.cost import lowered_cost
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 
 Floats = NDArray[np.float64]
 

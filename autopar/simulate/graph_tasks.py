@@ -26,7 +26,7 @@ from autopar.ir.program import Program
 from autopar.memory.liveness import Change, liveness
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.node_seconds import NodeSeconds
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 from autopar.simulate.engine import simulate
 from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
 from autopar.simulate.timeline import Timeline

@@ -22,7 +22,7 @@ from autopar.ir.ops.sequence.send_block import send_block, sent
 from autopar.ir.program import Program, is_hoisted
 from autopar.ir.shards import coordinates
 from autopar.passes.canonicalize.strides import canonicalize_strides
-from autopar.passes.insert_contiguous import with_contiguous
+from autopar.passes.kernels.insert_contiguous import with_contiguous
 from autopar.rules.strides import random_strides, with_strides
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def emulate(
         shared: of a step in microbatches, values of hoisted nodes: the first microbatch fills it, others read it.
         observe: called with every operator node and its values on all ranks, in order.
         draw: gives inputs and results of operators random strides; for a program that takes any
-            (`autopar.passes.insert_contiguous.insert_contiguous_everywhere`). None: they keep their own.
+            (`autopar.passes.kernels.insert_contiguous.insert_contiguous_everywhere`). None: they keep their own.
 
     Returns:
         ``outputs[i][rank]``; None for an output that does not exist.

@@ -197,7 +197,7 @@ def _as_sum(graph: fx.Graph, node: fx.Node) -> bool:
     value = _value(source)
     dims = list(range(value.ndim))
     if target in (aten.sum.dim_IntList, aten.mean.dim) and len(node.args) > 1 and node.args[1]:
-        dims = sorted(int(d) % value.ndim for d in node.args[1])  # type: ignore[union-attr,arg-type]
+        dims = sorted(int(d) % max(value.ndim, 1) for d in node.args[1])  # type: ignore[union-attr,arg-type]
     keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
     kwargs = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") is not None else {}
     if target in (aten.sum.default, aten.sum.dim_IntList):

@@ -37,7 +37,7 @@ from autopar.pipeline.stage_graphs import StageGraphs
 from autopar.rules.shapes.local_shapes import propagate
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.graph_order import gradient_moves, parameter_only, reorder
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 
 aten = torch.ops.aten
 
@@ -54,18 +54,22 @@ def bucket_collectives(program: Program, plan: Plan) -> Program:
     Those of a pipeline are joined within one graph of a stage: two stages that gather together would each need the
     parameters of both, and a gather for both parts of a split backward would be held from one to the other.
     """
-    gathers = _parameter_moves(program) if plan.overlap else []
-    members = [*gathers, *(_gradient_moves(program) if plan.overlap else _gradient_sums(program))]
+    gradients = _gradient_moves(program) if plan.overlap else _gradient_sums(program)
+    # The gradient of a loss that is linear in a parameter may be of parameters alone: it is one of `gradients` then.
+    own = set(gradients)
+    gathers = [n for n in _parameter_moves(program) if n not in own] if plan.overlap else []
+    members = [*gathers, *gradients]
     if not members:
         return program
     graph, machine, joined, early_ones = program.graph.graph, machine_of(plan), False, set(gathers)
     levels = _levels(graph, members)
     places = StageGraphs(program, len(plan.stages)).places() if len(plan.stages) > 1 else {}
+    once = program.per_step  # of the graph as it is now: nodes are replaced below
     positions = {n: float(i) for i, n in enumerate(graph.nodes) if n.op not in ("placeholder", "output")}
     # Level by level: a gradient that is reduced over two axes is in a bucket of the first, then in one of the second.
     for level in sorted({levels[m] for m in members}):
         here = [m for m in members if levels[m] == level]
-        for bucket in _buckets(program, here, early_ones, machine, places, plan.overlap):
+        for bucket in _buckets(program, here, early_ones, once, machine, places, plan.overlap):
             if len(bucket) == 1 and plan.overlap:
                 continue
             early, kind = bucket[0] in early_ones, bucket[0].target
@@ -135,6 +139,7 @@ def _buckets(
     program: Program,
     members: list[fx.Node],
     gathers: set[fx.Node],
+    once: frozenset[fx.Node],
     machine: Machine,
     places: Mapping[fx.Node, object],
     by_block: bool,
@@ -150,7 +155,8 @@ def _buckets(
     for node in sorted(members, key=lambda n: position[n if n in gathers else n.all_input_nodes[0]]):
         block = block_of(module_path(node), program.blocks) if by_block else None
         dtype, place = node.meta["val"].dtype, places.get(node)
-        key = (node.target, _collective([node]).axis, dtype, place, is_backward(node), node in gathers)
+        # What is reduced after the last microbatch must not take with it what each microbatch adds to a sum.
+        key = (node.target, _collective([node]).axis, dtype, place, is_backward(node), node in gathers, node in once)
         groups.setdefault(key, {}).setdefault(block or node, []).append(node)
     for (_, axis, *_), units in groups.items():
         yield from _filled(units.values(), bucket_bytes(machine, axis))

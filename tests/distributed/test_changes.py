@@ -17,6 +17,7 @@ LAYOUTS: dict[str, Any] = {
     "encoder.0.weight": ("S(0)", "R"), "encoder.2.weight": ("R", "S(1)"), "fc.weight": ("S(1)", "S(0)"),
     "fc.bias": ("R", "S(0)"),
 }  # fmt: skip
+ON_TWO = {"encoder.0.weight": "S(0)", "encoder.2.weight": "S(1)", "fc.weight": "S(0)", "fc.bias": "S(0)"}
 STAGES: dict[str, Any] = {"stages": 2, "stage_axis": "a", "microbatches": 2}
 
 
@@ -57,7 +58,7 @@ def refused(rank: int) -> list[str]:
 
     found = []
     for changes in ((assigns, saves, replaces), (resizes,)):  # what is replaced or resized is of no use any more
-        model = Pair(mesh_of(2, 2), LAYOUTS, 1).parallel
+        model = Pair(mesh_of(2), ON_TWO, 1).parallel
         for change in changes:
             with pytest.raises(AutoparError) as raised:
                 change(model)
@@ -65,8 +66,8 @@ def refused(rank: int) -> list[str]:
     return found
 
 
-def test_what_cannot_be_done_says_what_can(ranks: Ranks) -> None:
-    for found in ranks.run(refused):
+def test_what_cannot_be_done_says_what_can(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(refused):
         assigns, saves, replaces, resizes = found
         assert "parameter 'fc.weight' was put into the model after parallelize(), as a plain tensor" in replaces
         assert "load_full_state_dict() what full_state_dict()" in resizes
@@ -78,7 +79,7 @@ def steps_of_whole_tensors(rank: int) -> list[str]:
     """Errors of optimizers that cannot step on split parameters, all before they change one."""
     from autopar.errors import AutoparError
 
-    model = Pair(mesh_of(2, 2), LAYOUTS, 1).parallel
+    model = Pair(mesh_of(2), ON_TWO, 1).parallel
     before, found = model.full_state_dict(), []
     for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop):
         with pytest.raises(AutoparError) as raised:
@@ -89,8 +90,8 @@ def steps_of_whole_tensors(rank: int) -> list[str]:
     return found
 
 
-def test_an_optimizer_of_whole_tensors_says_what_to_do(ranks: Ranks) -> None:
-    for found in ranks.run(steps_of_whole_tensors):
+def test_an_optimizer_of_whole_tensors_says_what_to_do(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(steps_of_whole_tensors):
         for message, name in zip(found, ("Adafactor", "LBFGS", "Rprop"), strict=True):
             assert message.startswith(
                 f"optimizer {name} cannot step on parameters that are split, such as the one of shape"
@@ -107,8 +108,8 @@ def optimizer_state_of_a_checkpoint(rank: int, folder: str) -> tuple[bool, bool,
         optimizer = get_optimizer_state_dict(pair.parallel, pair.optimizers[0])
         return {"model": pair.parallel.state_dict(), "optimizer": optimizer}
 
-    mesh = mesh_of(2, 2)
-    saved, fresh = Pair(mesh, LAYOUTS, 2), Pair(mesh, LAYOUTS, 0)
+    mesh = mesh_of(2)
+    saved, fresh = Pair(mesh, ON_TWO, 2), Pair(mesh, ON_TWO, 0)
     dcp.save(state_of(saved), checkpoint_id=folder)
     state = state_of(fresh)
     dcp.load(state, checkpoint_id=folder)
@@ -128,9 +129,9 @@ def optimizer_state_of_a_checkpoint(rank: int, folder: str) -> tuple[bool, bool,
     return before, after, fresh.apart()
 
 
-def test_optimizer_state_that_is_loaded_before_the_first_batch_is_split(ranks: Ranks) -> None:
+def test_optimizer_state_that_is_loaded_before_the_first_batch_is_split(two_ranks: Ranks) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for before, after, error in ranks.run(optimizer_state_of_a_checkpoint, folder):
+        for before, after, error in two_ranks.run(optimizer_state_of_a_checkpoint, folder):
             assert before
             assert after
             assert error < 1e-9
@@ -138,7 +139,7 @@ def test_optimizer_state_that_is_loaded_before_the_first_batch_is_split(ranks: R
 
 def scales(rank: int) -> tuple[list[list[float]], float]:
     """The scale after each step, where one element of one rank's gradients overflows in the second one."""
-    pair = Pair(mesh_of(2, 2), LAYOUTS, 1)
+    pair = Pair(mesh_of(2), ON_TWO, 1)
     found = []
     for model in pair.both:
         optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.1), []
@@ -156,8 +157,8 @@ def scales(rank: int) -> tuple[list[list[float]], float]:
     return found, pair.apart()
 
 
-def test_an_overflow_in_one_replica_makes_every_rank_skip(ranks: Ranks) -> None:
-    for (found, expected), error in ranks.run(scales):
+def test_an_overflow_in_one_replica_makes_every_rank_skip(two_ranks: Ranks) -> None:
+    for (found, expected), error in two_ranks.run(scales):
         assert found == expected == [4.0, 2.0, 2.0, 4.0]
         assert error < 1e-9
 
@@ -169,9 +170,9 @@ def saves_as_pretrained(rank: int, folder: str) -> tuple[float, list[str]]:
     from autopar import AutoparError, Search, parallelize
     from tests.distributed.models import gpt2, token_batch
 
-    pins = {"transformer.wte.weight": ("S(0)", "R"), "transformer.h.0.mlp.c_fc.weight": ("R", "S(1)")}
+    pins = {"transformer.wte.weight": "S(0)", "transformer.h.0.mlp.c_fc.weight": "S(1)"}
     search = Search(recipe="ddp", pins=pins)
-    model: Any = parallelize(gpt2(), mesh_of(2, 2), search=search)
+    model: Any = parallelize(gpt2(), mesh_of(2), search=search)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(**token_batch(0)).loss.backward()
     optimizer.step()
@@ -187,9 +188,9 @@ def saves_as_pretrained(rank: int, folder: str) -> tuple[float, list[str]]:
     return max(float((v - state[n]).abs().max()) for n, v in read.items()), refusals
 
 
-def test_a_pretrained_model_is_saved_whole(ranks: Ranks) -> None:
+def test_a_pretrained_model_is_saved_whole(two_ranks: Ranks) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for error, (refusal,) in ranks.run(saves_as_pretrained, folder):
+        for error, (refusal,) in two_ranks.run(saves_as_pretrained, folder):
             assert error == 0
             assert "call it before parallelize()" in refusal
         assert (Path(folder) / "model.safetensors").exists()

@@ -19,7 +19,9 @@ Pins = dict[str, tuple[str, ...]]
 
 STRIDED: Pins = {"*.c_attn.weight": ("S(1.1)",), "*.c_attn.bias": ("S(0.1)",), "*.c_fc.weight": ("S(0)",)}
 SQUARE: Pins = {"*.c_attn.weight": ("S(0)", "S(1.1)"), "*.wte.weight": ("S(1)", "S(0)")}
-HOPS: tuple[Any, ...] = (((4,), {"pins": STRIDED}), ((2, 2), {"pins": SQUARE}), ((4,), {"recipe": "fsdp"}))
+HOPS: tuple[Any, ...] = (
+    ((4,), {"recipe": "ddp", "pins": STRIDED}), ((2, 2), {"recipe": "ddp", "pins": SQUARE}), ((4,), {"recipe": "fsdp"}),
+)  # fmt: skip
 """Meshes and plans, one after another."""
 
 

@@ -20,7 +20,7 @@ def disagreements(rank: int) -> list[str]:
     from autopar.errors import InfeasibleError, RankError
     from autopar.parallelize import parallelize
 
-    mesh = mesh_of(4)
+    mesh = mesh_of(2)
     found = []
     model = parallelize(mlp(), mesh, timeout=WAIT)
     with pytest.raises(RankError) as batches:
@@ -36,7 +36,7 @@ def disagreements(rank: int) -> list[str]:
     found.append(str(weights.value))
 
     def lazy_rank(output: torch.Tensor, batch: object) -> torch.Tensor:
-        if rank == 2:
+        if rank == 1:
             raise RuntimeError("only here")
         return output.sum()
 
@@ -50,12 +50,12 @@ def disagreements(rank: int) -> list[str]:
     return found
 
 
-def test_disagreements(ranks: Ranks) -> None:
-    for rank, (batch, model, weights, other, memory) in enumerate(ranks.run(disagreements)):
+def test_disagreements(two_ranks: Ranks) -> None:
+    for rank, (batch, model, weights, other, memory) in enumerate(two_ranks.run(disagreements)):
         assert 'inputs="local"' in batch
         assert "the model differs" in model and "build the same model" in model
         assert "torch.manual_seed" in weights
-        assert other.startswith("CaptureError" if rank == 2 else "RankError: rank 2 failed")
+        assert other.startswith("CaptureError" if rank == 1 else "RankError: rank 1 failed")
         assert "memory" in memory
 
 

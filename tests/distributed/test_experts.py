@@ -66,7 +66,7 @@ def train(
         return worst, int(rows.meta["val"].shape[0]), targets.count(exchange_rows), targets.count(own_rows)
 
 
-@pytest.mark.parametrize("name", ["bias", "index_add"])
+@pytest.mark.parametrize("name", [pytest.param("bias", marks=pytest.mark.deep), "index_add"])
 def test_each_rank_routes_its_own_tokens(ranks: Ranks, name: str) -> None:
     results = ranks.run(train, name, {"recipe": "fsdp"})
     assert max(worst for worst, *_ in results) < TOLERANCE
@@ -98,7 +98,7 @@ def test_ranks_take_rows_of_their_experts(ranks: Ranks, placed: tuple[str, str],
     assert all(own and not exchanges for *_, exchanges, own in results)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.deep)])
 def test_random_plans(ranks: Ranks, seed: int) -> None:
     results = ranks.run(train, "bias", {"recipe": "random", "seed": seed})
     assert max(worst for worst, *_ in results) < TOLERANCE

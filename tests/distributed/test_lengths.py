@@ -48,7 +48,9 @@ PLANNED = [(8, 4), (12, 4), (8, 4)]
 OTHERS = [(7, 4), (24, 4), (16, 3), (8, 4)]
 
 
-def _there_and_back(rank: int, pins: dict[str, Any], others: list[tuple[int, int]]) -> tuple[float, int, int]:
+def _there_and_back(
+    rank: int, pins: dict[str, Any], others: list[tuple[int, int]], recipe: str | None = None
+) -> tuple[float, int, int]:
     """The largest error over lengths that are planned, and over others; graphs before the steps, and after."""
     from autopar import Search
     from autopar.parallelize import parallelize
@@ -60,7 +62,7 @@ def _there_and_back(rank: int, pins: dict[str, Any], others: list[tuple[int, int
         tokens(8),
         lengths=[12],
         cluster=slow_devices(),
-        search=Search(pins=pins),
+        search=Search(recipe=recipe, pins=pins),
         timeout=WAIT,
     )
     optimizers = [adamw(m) for m in (parallel, plain)]
@@ -74,7 +76,7 @@ def _there_and_back(rank: int, pins: dict[str, Any], others: list[tuple[int, int
 
 def test_lengths_there_and_back(ranks: Ranks) -> None:
     pins = {"head.weight": ("S(0)", "R"), "qkv.weight": ("R", "S(1)")}
-    for error, planned, after in ranks.run(_there_and_back, pins, [(16, 4)]):
+    for error, planned, after in ranks.run(_there_and_back, pins, [(16, 4)], "ddp"):
         assert error < TOLERANCE and (planned, after) == (2, 3)
 
 

@@ -68,7 +68,7 @@ def saved(rank: int, file: str, search: autopar.Search, sizes: tuple[int, ...]) 
 
 
 def test_the_file_of_one_device(ranks: Ranks, tmp_path: Path) -> None:
-    assert max(ranks.run(saved, str(tmp_path / "x.pt"), autopar.Search(pins=STRIDED), (4,))) < 1e-9
+    assert max(ranks.run(saved, str(tmp_path / "x.pt"), autopar.Search(recipe="ddp", pins=STRIDED), (4,))) < 1e-9
     assert [p.name for p in tmp_path.iterdir()] == ["x.pt"]
 
 

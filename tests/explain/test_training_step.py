@@ -14,7 +14,7 @@ from autopar.costs.collectives import collective_seconds
 from autopar.costs.kernels import stream
 from autopar.explain.hybrid.layer_profile import AFTER, BEFORE, Activity, Part
 from autopar.explain.hybrid.training_step import Stages, Training, simulated, simulated_seconds, stages_of, step_seconds
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 
 A100 = Cluster.preset("a100-80gb")
 MACHINE = Machine(("tensor",), (2,), A100.link_for({"tensor": 2}), A100.device)

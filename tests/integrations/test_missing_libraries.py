@@ -13,7 +13,8 @@ import sys
 import autopar
 assert not any(name.startswith("autopar.integrations") for name in sys.modules)
 for library, module in (
-    ("accelerate", "hf_accelerate"), ("transformers", "hf_trainer"), ("lightning", "lightning_strategy"), ("ray", "ray")
+    ("accelerate", "hf_accelerate"), ("transformers", "hf_trainer"), ("lightning", "lightning_strategy"),
+    ("ray", "ray"), ("torchft", "torchft"),
 ):
     sys.modules[library] = None  # as if it were not installed
     try:

@@ -19,7 +19,8 @@ import autopar
 from autopar.compiler import rewrite, solve
 from autopar.errors import PlanError
 from autopar.ir.layout import Replicate, Split
-from autopar.ir.plan import VERSION, Certificate, Plan
+from autopar.ir.plan import Certificate, Plan
+from autopar.ir.plan.file import VERSION
 from autopar.ir.program import Program
 from tests import models
 

@@ -8,11 +8,11 @@ import pytest
 
 import autopar
 from autopar import Search
-from autopar.compiler import solve
+from autopar.compiler import program_of, solve
 from autopar.costs.cluster import Cluster
 from autopar.ir.layout import Split
 from autopar.search.budget.cutoff import Cutoff, PrunedError
-from autopar.search.find import find_plan
+from autopar.search.find import _Rounds, find_plan
 from autopar.search.options import Job
 from tests import models as zoo
 
@@ -84,3 +84,19 @@ def test_within_a_budget_three_axes_have_the_bound_of_all_plans() -> None:
     found = solve(program, axes, cluster, memory=0.9 * peak, search=search)
     assert sum(found.predicted.memory_bytes.values()) <= 0.9 * peak
     assert free.certificate.lower_bound * (1 - 1e-9) <= found.certificate.lower_bound <= found.certificate.objective
+
+
+def test_weights_and_the_price_of_memory_raise_the_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The raised bound is verified apart from the search, and the fastest plan is the same as without it."""
+    model, batch = zoo.mlp(hidden=64, ffn=256)
+    program = program_of(model, batch)
+    cluster, axes = Cluster.preset("cpu"), {"a": 2, "b": 2}
+    search = Search(check=True, cache=False, padding=False, pins={"microbatches": 1})
+    free = solve(program, axes, cluster, memory="1GiB", search=search)
+    memory = 0.7 * sum(free.predicted.peak_bytes.values())
+    raised = solve(program, axes, cluster, memory=memory, search=search).certificate
+    monkeypatch.setattr(_Rounds, "price_memory", lambda self, weights, memory, frontier: 0.0)
+    known = solve(program, axes, cluster, memory=memory, search=search).certificate
+    assert raised.binds
+    assert known.lower_bound < raised.lower_bound <= raised.objective == known.objective
+    assert raised.checked == pytest.approx(raised.lower_bound, rel=2e-3)

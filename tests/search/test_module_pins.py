@@ -85,36 +85,48 @@ def test_modules_hand_on_what_they_return(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "pins", "shown"),
+    ("name", "axes", "pins", "shown"),
     [
         pytest.param(
+            "llama",
             {"a": 2},
             {"*.mlp": "S(1)"},
             {"model.layers.0.mlp": {("S(1.0)",), ("S(0.1)",)}},
             marks=pytest.mark.deep,
         ),
-        ({"a": 2}, {"*.q_proj": "S(2)", "*.mlp": "R"}, {"model.layers.0.self_attn.q_proj": {("S(1.0)",)}}),
+        ("llama", {"a": 2}, {"*.q_proj": "S(2)", "*.mlp": "R"}, {"model.layers.0.self_attn.q_proj": {("S(1.0)",)}}),
         pytest.param(
+            "llama",
             {"a": 2},
             {"*.rotary_emb:1": "S(1)", "model.norm": "R"},
             {"model.rotary_emb:1": {("S(1.0)",)}},
             marks=pytest.mark.deep,
         ),
         pytest.param(
+            "llama",
             {"a": 2, "b": 2},
             {"*.layers.[01]": ("S(0)", "S(1)")},
             {"model.layers.0": {("S(0.0)", "S(1.0)")}},
             marks=pytest.mark.deep,
         ),
-        ({"a": 2, "b": 2}, {"*.act_fn": {"b": "S(2)"}}, {"model.layers.0.mlp.act_fn": {("R", "S(2.0)")}}),
+        pytest.param(
+            "llama",
+            {"a": 2, "b": 2},
+            {"*.act_fn": {"b": "S(2)"}},
+            {"model.layers.0.mlp.act_fn": {("R", "S(2.0)")}},
+            marks=pytest.mark.deep,
+        ),
+        ("cnn", {"a": 2, "b": 2}, {"first": {"b": "S(1)"}}, {"first": {("R", "S(1.0)")}}),
     ],
 )
-def test_every_user_takes_the_pinned_layout(axes: dict[str, int], pins: dict[str, Any], shown: dict[str, Any]) -> None:
-    program = models.captured("llama")[0]
+def test_every_user_takes_the_pinned_layout(
+    name: str, axes: dict[str, int], pins: dict[str, Any], shown: dict[str, Any]
+) -> None:
+    program = models.captured(name)[0]
     plan = solve(program, axes, "h100", search=Search(pins=pins))
-    for name, expected in shown.items():
-        assert lies_in(program, plan, name) == expected
-    equal("llama", plan)
+    for module, expected in shown.items():
+        assert lies_in(program, plan, module) == expected
+    equal(name, plan)
     assert Plan.from_dict(plan.to_dict()) == plan
     assert plan.certificate.lower_bound <= plan.certificate.objective
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from autopar.costs.cluster import Cluster
-from autopar.ir.layout import Factor, Layout, Partial, Replicate, Split, TensorType, local_shape, replicated
+from autopar.ir.layout import Factor, Layout, Partial, Replicate, Split, TensorType, item_bytes, local_shape, replicated
 from autopar.ir.node_info import NodeInfo, info, set_info
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Input, Output, Program
@@ -24,7 +24,8 @@ from autopar.rules.shapes.local_shapes import value_of_call
 from autopar.sharding.candidates import layouts
 from autopar.sharding.emit import MoveEmitter
 from autopar.sharding.node_seconds import NodeSeconds
-from autopar.sharding.redistribute import Machine, Move, Tables, innermost, item_bytes, move_kind, moved_bytes
+from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute.moves import Machine, Move, innermost, move_kind, moved_bytes
 from autopar.verify.emulate import emulate
 
 R, P = Replicate(), Partial()

@@ -109,7 +109,7 @@ def test_activations_are_what_the_backward_takes() -> None:
 
 
 def test_transformers_run_on_two_axes() -> None:
-    timeline, plan = ran("gpt2", None, {"a": 2, "b": 2})
+    timeline, plan = ran("gpt2", "hsdp", {"a": 2, "b": 2})
     assert 0 < timeline.step_seconds
     peak = timeline.peak_memory(0)
     assert sum(peak.values()) > sum(plan.predicted.memory_bytes.values()) * 0.9

@@ -258,6 +258,7 @@ def reduction() -> Iterator[Sample]:
     yield call(aten.histc.default, x(), 4)
     yield call(aten.histc.default, x(4, 6), 4, -1, 2)
     yield call(aten.topk.default, x(2, 4), 2)
+    yield call(aten.topk.default, x(), 1)
 
 
 def creation() -> Iterator[Sample]:

@@ -9,6 +9,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  registers its operators
 
 from autopar.ir.ops import routing
+from autopar.strategies.convolution import RESAMPLING
 from tests.strategies import stand_ins
 from tests.strategies.sample import Sample, boolean, call, integer, positive, x
 
@@ -183,12 +184,12 @@ def pooling() -> Iterator[Sample]:
         yield call(getattr(aten, f"avg_pool{n}d_backward").default, g, a, two, two, zero, False, True, None)
         yield call(getattr(aten, f"_adaptive_avg_pool{n}d").default, a, two)
         yield call(getattr(aten, f"_adaptive_avg_pool{n}d_backward").default, g, a)
-    for name in ("nearest", "bilinear", "bicubic"):
-        op, back = getattr(aten, f"upsample_{name}2d"), getattr(aten, f"upsample_{name}2d_backward")
-        corners = () if name == "nearest" else (False,)
-        yield call(op.default, x(2, 4, 3, 3), [6, 6], *corners)
-        yield call(op.vec, x(2, 4, 3, 3), None, *corners, [2.0, 2.0])
-        yield call(back.default, x(2, 4, 6, 6), [6, 6], [2, 4, 3, 3], *corners)
+    for n, names in RESAMPLING.items():
+        for name in names:
+            op, back = getattr(aten, name), getattr(aten, f"{name}_backward")
+            corners = () if "nearest" in name else (False,)
+            yield call(op.default, x(2, 4, *[3] * n), [6] * n, *corners)
+            yield call(back.default, x(2, 4, *[6] * n), [6] * n, [2, 4, *[3] * n], *corners)
 
 
 def softmax() -> Iterator[Sample]:
@@ -233,6 +234,11 @@ def gather_scatter() -> Iterator[Sample]:
         yield call(aten.scatter_add.default, x(2, 4, 8), dim, places, x(*shape))
     yield call(aten.gather.default, boolean(2, 8), 1, integer(8, 2, 2))
     yield call(aten.gather.default, x(), 0, integer(1))
+    yield call(aten.gather.default, x(), 0, integer(1, 1))
+    yield call(aten.gather.default, x(4), 0, integer(4))
+    yield call(aten.scatter_add.default, x(4), 0, integer(4), x())
+    yield call(aten.scatter.value, x(), 0, integer(1, 1), 2.5)
+    yield call(aten.index_select.default, x(4, 2), 0, integer(4))
     once = torch.tensor([[7, 0], [3, 2]])  # each place once, or writing is ambiguous
     for value in (0, 2.5):
         yield call(aten.scatter.value, x(2, 8), 1, once, value)

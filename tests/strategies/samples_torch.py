@@ -70,6 +70,7 @@ def linalg() -> Iterator[Sample]:
     yield call(aten._linalg_solve_ex.default, a, b)
     yield call(aten._linalg_solve_ex.default, a, b[..., 0])
     yield call(aten._linalg_solve_ex.default, a[0, 0], x(3))
+    yield call(aten._linalg_solve_ex.default, a[0, 0], b)
     yield call(aten.linalg_cross.default, x(4, 3, 2), x(1, 3, 2), dim=1)
 
 

@@ -29,7 +29,8 @@ from autopar.sharding.dims import Dims, Operator
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.operator_cost import arithmetic_dtype, emitted_kernels
-from autopar.sharding.redistribute import Machine, Tables, moved_bytes
+from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute.moves import Machine, moved_bytes
 
 Floats = NDArray[np.float64]
 

@@ -32,7 +32,7 @@ from autopar.search.formulation.recipes import DATA_NAMES, TENSOR_NAMES
 from autopar.search.options import Progress, Search
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.dims import analyze
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 from autopar.simulate import order
 
 logger = logging.getLogger("autopar")

@@ -18,7 +18,7 @@ from autopar.costs.cluster import Cluster, Link
 from autopar.costs.collectives import collective_seconds
 from autopar.costs.memory import optimizer_state_bytes
 from autopar.explain.hybrid.layer_profile import AFTER, BEFORE, Part, Spent, spend
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 from autopar.simulate import Timeline, order, pipeline, simulate
 
 MASTER = 4

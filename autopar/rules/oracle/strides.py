@@ -2,7 +2,7 @@
 
 Each tensor argument alone, all at once, and a mixture of all are permuted, transposed, stepped, a window of a longer
 tensor, after an odd offset, and expanded, with strides of zero: arguments and gradients alike. Where the rule says that
-the kernel asks for strides, it gets them by a copy, as `autopar.passes.insert_contiguous` does it.
+the kernel asks for strides, it gets them by a copy, as `autopar.passes.kernels.insert_contiguous` does it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.ops.random import current_seed, derive_seed, step_seed
 from autopar.ir.program import Input, Microbatch, Program, is_hoisted
 from autopar.ir.shards import common_blocks, join, parts_along, take
-from autopar.passes.insert_contiguous import with_contiguous
+from autopar.passes.kernels.insert_contiguous import with_contiguous
 from autopar.runtime.dtensor import computed, full_tensor, local_block, to_local
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.step.no_sync import DeferredReduction, split_reductions

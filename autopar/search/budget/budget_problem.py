@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.budget.lagrangian import fits
+from autopar.search.budget.pareto import Frontier
 from autopar.search.formulation.build import Formulation, build
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
@@ -32,7 +33,8 @@ from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Ints
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
-from autopar.sharding.redistribute import Machine, Tables
+from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute.moves import Machine
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class BudgetProblem:
         weights: prices of seconds, where collectives overlap kernels.
         met: grows by the labelings that the search without a budget looks at, each with its problem.
         start: a labeling that is known, for that search.
+        raise_bound: raises a bound of all plans within a memory constraint, of which this much is known.
     """
 
     program: Program
@@ -62,18 +65,15 @@ class BudgetProblem:
     weights: Weights | None = None
     met: list[tuple[Formulation, Ints]] = field(default_factory=list)
     start: Ints | None = None
+    raise_bound: Callable[[MemoryModel, Frontier], float] | None = None
 
     @staticmethod
     def of(
         program: Program, dims: Dims, classes: LayerClasses, job: Job, weights: Weights | None = None
     ) -> BudgetProblem:
         """The problem of a job, whose time limit begins now."""
-        axes, search = job.axes, job.search
-        links = job.cluster.link_for(dict(axes))
-        sizes, device = tuple(axes.values()), job.cluster.device
-        machine = Machine(tuple(axes), sizes, links, device, quantized=job.quantized, load=search.load)
-        limits = Limits(search.gap, time.monotonic() + search.time_limit)
-        return BudgetProblem(program, dims, classes, Tables(machine), limits, job, weights=weights)
+        limits = Limits(job.search.gap, time.monotonic() + job.search.time_limit)
+        return BudgetProblem(program, dims, classes, Tables(machine_of(job)), limits, job, weights=weights)
 
     @property
     def whole(self) -> bool:
@@ -182,6 +182,12 @@ class BudgetProblem:
         hidden = ", hidden behind the kernels of their blocks where these take longer" if self.weights else ""
         fused = ", kernels fused" if self.program.fused else ""
         return _space(self.job.search, f"{fused}{hidden}, on {self.job.cluster.name}", self.regions, self.offload)
+
+
+def machine_of(job: Job) -> Machine:
+    """The mesh of a job, and everything that costs on it depend on."""
+    links, sizes = job.cluster.link_for(dict(job.axes)), tuple(job.axes.values())
+    return Machine(tuple(job.axes), sizes, links, job.cluster.device, quantized=job.quantized, load=job.search.load)
 
 
 def peak_bytes(plan: Plan) -> float:

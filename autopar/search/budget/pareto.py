@@ -123,8 +123,18 @@ class Frontier:
 
     def bound_at(self, price: float, budget: float) -> float:
         """No labeling within the budget costs less, by this multiplier and those before."""
-        self._at(price, self.limits.gap)
+        self.cheapest(price)
         return self.bound(budget)
+
+    def cheapest(self, price: float) -> Solution:
+        """The labeling of the least ``objective + price * memory``."""
+        return self._at(price, self.limits.gap)
+
+    def next_to(self, budget: float) -> list[Solution]:
+        """Of the labelings that are known, the largest that fits and the smallest that does not; any may be missing."""
+        sizes = sorted({p.memory: p for _, p in self.known}.items())
+        below, above = ([p for m, p in sizes if fits(m, budget) == inside] for inside in (True, False))
+        return [*below[-1:], *above[:1]]
 
     def reaches(self, budget: float) -> bool:
         """Whether a labeling fits."""

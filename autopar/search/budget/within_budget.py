@@ -134,6 +134,8 @@ def _fitting(searched: BudgetProblem, saved: MemoryConstraint, bound: float, met
         searched.claims.append(claim)
         bound = max(bound, claim.bound)
     searched.job.cutoff.require_less(bound)
+    if searched.raise_bound and points and points[0].relaxed:  # the best
+        searched.job.cutoff.require_less(searched.raise_bound(points[0].memory, points[0].frontier))
     _require_room(searched, [c for c in [*points, saved] if c.relaxed], bound)
     least: Plan | None = None
     capped = False

@@ -39,7 +39,8 @@ from autopar.search.overlap.weights import Weights
 from autopar.search.solver.problem import Edge, Node, Problem
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
-from autopar.sharding.redistribute import Kinds, Tables
+from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute.move_seconds import Kinds
 
 MOST_AXES = 2
 """On up to this many axes a reader that takes a value as it was made, beside a consumer layout, pays nothing."""

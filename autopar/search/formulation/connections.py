@@ -160,7 +160,7 @@ def _of_moves(context: BuildContext, joined: Connection, when: int) -> tuple[str
         when: its reader reads, see `Variable.reads`.
 
     Returns:
-        The region, and ``[features, 2 + 3 axes]``, see `Redistributions.chunked_seconds`.
+        The region, and ``[features, 2 + 3 axes]``, see `MoveSeconds.chunked_seconds`.
     """
     assert context.weights is not None
     regions, axes = context.weights.step.regions, len(context.sizes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +21,7 @@ from torch import fx
 from autopar.ir.graph import Value, is_backward, producer, values_of
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.program import Program
-from autopar.search.formulation.variables.variable import Floats, Ints, Variable
+from autopar.search.formulation.variables.variable import Floats, Ints, Port, Variable
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.redistribute import Tables
@@ -122,6 +123,19 @@ class LiveRangeTable:
 
     def at(self, node: fx.Node) -> ProgramPoint:
         """The program point at which an operator runs."""
+        now = self._position[node]
+        inputs, outputs, results, present = self._while_running(node)
+        gradients = {name: size for name, (start, size, values) in self._gradients.items()
+                     if start < now and present.isdisjoint(values)}  # fmt: skip
+        return ProgramPoint(node, now, inputs, outputs, results, gradients, frozenset(present), self._live_ranges)
+
+    def _while_running(
+        self, node: fx.Node
+    ) -> tuple[tuple[int, ...], tuple[int, ...], frozenset[str], AbstractSet[Value]]:
+        """Arguments and results of an operator that count, results of the model that do, and the values of all these.
+
+        See `ProgramPoint`.
+        """
         sources, operator = self.program.sources[node], self.dims.operators[node]
         numbers = range(len(sources))
         first = {source: i for i, source in reversed([*zip(numbers, sources, strict=True)])}
@@ -131,14 +145,9 @@ class LiveRangeTable:
         outputs = () if operator.rule.view else tuple(i for i, o in enumerate(operator.outputs) if o is not None)
         present = {value for source in sources for value in self._with_bases(source)}
         present.update((node, i) for i in outputs)
-        now = self._position[node]
-        results = self._complete_results(now, present)
+        results = self._complete_results(self._position[node], present)
         present.update(value for values in results.values() for value in values)
-        gradients = {name: size for name, (start, size, values) in self._gradients.items()
-                     if start < now and present.isdisjoint(values)}  # fmt: skip
-        return ProgramPoint(
-            node, now, inputs, outputs, frozenset(results), gradients, frozenset(present), self._live_ranges
-        )
+        return inputs, outputs, frozenset(results), present
 
     def _complete_results(self, now: float, present: Collection[Value]) -> dict[str, list[Value]]:
         """The model's results that are computed before a position, with what they are views of, by name."""
@@ -167,24 +176,36 @@ class LiveRangeTable:
         return self.at(nodes[int(np.argmax(held))])
 
     def _held(self, nodes: Sequence[fx.Node], variables: Sequence[Variable], labels: Ints) -> Floats:
-        """Bytes that are held while each operator runs, without parameters and results."""
-        chosen = [*zip(variables, labels, strict=True)]
-        working = {v.key: float(v.working[x]) for v, x in chosen if v.working is not None}
-        saved = {v.key: float(v.memory[x]) for v, x in chosen if v.state is not None and v.memory[x] > 0}
+        """Bytes that count while each operator runs, as in `at`, without parameters."""
+        chosen = {v.key: (v, int(x)) for v, x in zip(variables, labels, strict=True)}
+        saved = [(v.key, float(v.memory[x])) for v, x in chosen.values() if v.state is not None and v.memory[x] > 0]
         # As in the memory constraint, a class counts only where the values of all its members are held.
         intervals = [
             (size, max(r.start for r in ranges), min(max(r.end, r.substitute_end) for r in ranges))
-            for size, ranges in ((size, self._ranges_of(key)) for key, size in saved.items())
+            for size, ranges in ((size, self._ranges_of(key)) for key, size in saved)
         ]
         sizes, start, end = np.array(intervals).reshape(-1, 3).T
-        found = self._complete_gradients(nodes, chosen)
+        numbers: dict[str, list[int]] = {}
+        for i, (key, _) in enumerate(saved):
+            numbers.setdefault(_class_of(key), []).append(i)
+        found = self._complete_gradients(nodes, [*chosen.values()])
         for i, node in enumerate(nodes):
             now = self._position[node]
-            own = {self.classes.key[source] for source, _ in self.program.sources[node]}
-            # Arguments of the operator are in its working set, and among what is saved.
-            twice = sum(saved.get(k, 0.0) / self.classes.count[k] for k in own)
-            found[i] += working.get(self.classes.key[node], 0.0) + sizes[(start < now) & (now < end)].sum() - twice
+            inputs, outputs, results, present = self._while_running(node)
+            live = (start < now) & (now < end)
+            for key in {self.classes.key[n] for n, _ in present}:
+                live[numbers.get(key, [])] = False
+            variable, x = chosen[self.classes.key[node]]
+            found[i] += sizes[live].sum()
+            found[i] += sum(self._bytes(variable, x, ("in", j)) for j in inputs)
+            found[i] += sum(self._bytes(variable, x, ("out", j)) for j in outputs)
+            found[i] += sum(self._bytes(*chosen[f"result {name}"], ("out", 0)) for name in results)
         return found
+
+    def _bytes(self, variable: Variable, label: int, port: Port) -> float:
+        """Bytes of one member's tensor under a label."""
+        type_ = variable.types[port]
+        return float(type_.bytes / self.tables.of(type_).parts[variable.ports[port][label]])
 
     def _complete_gradients(self, nodes: Sequence[fx.Node], chosen: Sequence[tuple[Variable, int]]) -> Floats:
         """Bytes of the gradients that are complete when each operator runs."""
@@ -204,7 +225,7 @@ class LiveRangeTable:
     def _ranges_of(self, key: str) -> Sequence[LiveRange]:
         """The live range of what a variable saves of each member; of several outputs, of the first that is read."""
         consumer = key.startswith("consumer ")
-        name, _, out = key.removeprefix("consumer ").rpartition(" ") if consumer else (key, "", "")
+        name, out = _class_of(key), key.rpartition(" ")[2]
         return next(
             ranges
             for (k, o, c), ranges in self._live_ranges.items()
@@ -308,3 +329,8 @@ class LiveRangeTable:
         if not alone or self.dims.operators[readers[0]].rule.view or not self._counts((readers[0], 0)):
             return None, -math.inf
         return (readers[0], 0), self._last((readers[0], 0))
+
+
+def _class_of(key: str) -> str:
+    """The class whose value a variable saves, as produced or in its consumer layout."""
+    return key.removeprefix("consumer ").rpartition(" ")[0] if key.startswith("consumer ") else key

@@ -36,7 +36,7 @@ from autopar.search.padding import best_padded
 from autopar.search.pipeline.deep_models import RepeatedStages, require_blocks
 from autopar.search.pipeline.fit_stages import search_within_budget
 from autopar.search.pipeline.search_tree import SearchTree, Subproblem, least_seconds
-from autopar.search.pipeline.shape import MeshKey, PipelineShape, ScheduledStages
+from autopar.search.pipeline.shape import MeshKey, PipelineShape, Possible, ScheduledStages
 from autopar.search.pipeline.space import bubble, counts, idle_factor, in_every_order, pipeline_shapes
 from autopar.search.pipeline.stage_peak import scatters, stage_plans
 from autopar.search.pipeline.stage_plan import INSIDE, StagePlan, kinds_in_order, missing, suitable
@@ -70,15 +70,12 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
     orders = tuple(own for shape in shapes for own in in_every_order(shape, job.cluster, job.search))
     tree = SearchTree(program, job, orders, floor, time.monotonic() + LIMITS * job.search.time_limit)
     if tree.search.stages_open:
-        tree.open.append(Subproblem(floor, floor, partial(_plan_without_stages, tree), floor))
+        least = tree.kernels_without_stages()
+        expand = partial(_plan_without_stages, tree)
+        tree.open.append(Subproblem(least.typical, least.bound, expand, least.bound, unplanned=1))
     for counts_of_mesh in _counts(tree):
         _open_microbatches(tree, counts_of_mesh, 0)
-    while promising := [node for node in tree.open if tree.promised(node) < tree.seconds]:
-        if tree.is_late():
-            break
-        # Best first, and last the schedules that needed far too much memory somewhere.
-        node = min(promising, key=lambda o: (o.schedule in tree.heavy, tree.promised(o)))
-        tree.open.remove(node)
+    while not tree.is_late() and (node := tree.next()) is not None:
         try:
             node.expand()
         except InfeasibleError as e:
@@ -122,7 +119,8 @@ def _plan_without_stages(tree: SearchTree) -> None:
         tree.add(free)
         return
     expand = partial(_fit_without_stages, tree)
-    tree.open.append(Subproblem(free.predicted.step_seconds, own.lower_bound, expand, own.checked))
+    seconds = free.predicted.step_seconds
+    tree.open.append(Subproblem(seconds, own.lower_bound, expand, own.checked, unmeasured=True))
 
 
 def _fit_without_stages(tree: SearchTree) -> None:
@@ -153,18 +151,19 @@ def _open_microbatches(tree: SearchTree, numbers: Counts, i: int) -> None:
         tree.tried.setdefault(a, []).append(count)
     # In more microbatches the devices of a stage are not faster.
     coarser = [p for (mesh, n), p in tree.free.items() if mesh == shapes[0].mesh and count % n == 0]
-    devices = shapes[0].devices
-    least = tree.floor_of(shapes[0]) * min(idle_factor(a, count, tree.speeds(a), tree.alone) for a in shapes)
+    devices, kernels = shapes[0].devices, tree.kernels(shapes[0], count)
+    least = kernels.bound * min(idle_factor(a, count, tree.speeds(a), tree.alone) for a in shapes)
+    least_bubble = min(bubble(a, name, count, tree.alone) for a in shapes for name in a.schedules)
     alike = max(coarser, key=lambda p: p.certificate.lower_bound, default=None)
-    bound, seconds = least, least
+    bound, seconds = least, kernels.typical * (1 + least_bubble)
     checked: float | None = least
     if alike is not None:
         bound = max(least, alike.certificate.lower_bound / devices)
         checked = None if alike.certificate.checked is None else max(least, alike.certificate.checked / devices)
-        least_bubble = min(bubble(a, name, count, tree.alone) for a in shapes for name in a.schedules)
         seconds = alike.predicted.step_seconds / devices * (1 + least_bubble)
     expand = partial(_plan_stage_devices, tree, numbers, i)
-    tree.open.append(Subproblem(max(bound, seconds), bound, expand, checked))
+    unplanned = devices if alike is None else 0
+    tree.open.append(Subproblem(max(bound, seconds), bound, expand, checked, unplanned=unplanned))
 
 
 def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
@@ -181,18 +180,44 @@ def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
         if not possible:
             return
         part = microbatch_program(tree.program, count, deterministic=tree.job.deterministic)
-        free = best_padded(tree.program, part, tree.job_inside(first))
-        tree.free[first.mesh, count] = free
-        own, seconds = free.certificate, free.predicted.step_seconds / first.devices
-        checked = None if own.checked is None else own.checked / first.devices
-        for a, allowed in possible:
-            promised = seconds * (1 + min(bubble(a, name, count, tree.alone) for name in allowed))
-            least = tree.floor_of(a) * idle_factor(a, count, tree.speeds(a), tree.alone)
-            bound = max(own.lower_bound / a.devices, least)
-            expand = partial(_cut_into_stages, tree, part, a, allowed)
-            tree.open.append(Subproblem(promised, bound, expand, checked))
+        # A search of a deep model takes long, and its plan is seldom within a budget.
+        if tree.memory is not None and tree.program.repeat is not None and not tree.search.check:
+            tree.rough[first.mesh, count] = possible
+        _plan_in_any_memory(tree, part, possible)
     finally:  # also where this number of microbatches is not possible
         _open_microbatches(tree, numbers, i + 1)
+
+
+def _plan_in_any_memory(tree: SearchTree, part: Program, possible: Possible) -> None:
+    """Plan the devices of a stage for any memory; to cut the model into stages is left open for each shape.
+
+    Args:
+        tree: grows.
+        part: of one microbatch.
+        possible: shapes on one mesh, each with the schedules that it may follow.
+    """
+    (first, _), *_ = possible
+    key, count = (first.mesh, part.microbatches), part.microbatches
+    free = best_padded(tree.program, part, replace(tree.job_inside(first), rough=key in tree.rough))
+    tree.free[key] = free
+    own, seconds = free.certificate, free.predicted.step_seconds / first.devices
+    tree.ratios.append((first.devices, seconds / max(tree.kernels(first, count).typical, 1e-300)))
+    checked = None if own.checked is None else own.checked / first.devices
+    for a, allowed in possible:
+        promised = seconds * (1 + min(bubble(a, name, count, tree.alone) for name in allowed))
+        least = tree.kernels(a, count).bound * idle_factor(a, count, tree.speeds(a), tree.alone)
+        bound = max(own.lower_bound / a.devices, least)
+        expand = partial(_cut_into_stages, tree, part, a, allowed)
+        tree.open.append(Subproblem(promised, bound, expand, checked))
+
+
+def _plan_anew(tree: SearchTree, part: Program, mesh: MeshKey) -> None:
+    """Search once more what fits as it was roughly planned: within the memory there may be a better one."""
+    key = mesh, part.microbatches
+    possible = tree.rough.pop(key, None)
+    if possible is not None:
+        tree.blocks.pop(key, None)
+        _plan_in_any_memory(tree, part, possible)
 
 
 def _allowed(tree: SearchTree, a: PipelineShape, count: int) -> tuple[str, ...]:
@@ -259,8 +284,12 @@ def _simulate(tree: SearchTree, scheduled: ScheduledStages, cuts: Sequence[Stage
         tree.lightest = whole if tree.lightest is None else min(tree.lightest, whole, key=peak_bytes)
         expand = partial(search_within_budget, tree, scheduled, seconds, needed)
         tree.open.append(Subproblem(seconds, own.lower_bound, expand, own.checked, scheduled.schedule, needed))
-    elif seconds < tree.seconds:
+        return
+    if seconds < tree.seconds:
         tree.best = whole
+    if (scheduled.shape.mesh, scheduled.part.microbatches) in tree.rough:
+        expand = partial(_plan_anew, tree, scheduled.part, scheduled.shape.mesh)
+        tree.open.append(Subproblem(own.lower_bound, own.lower_bound, expand, own.checked))
 
 
 def _result(tree: SearchTree) -> Plan:

@@ -13,16 +13,22 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order
+from autopar.search.budget.budget_problem import machine_of
 from autopar.search.budget.cutoff import PrunedError
+from autopar.search.microbatch.kernel_floor import KernelFloor, kernel_floor
 from autopar.search.options import Job, Search
 from autopar.search.pipeline.deep_models import RepeatedStages
-from autopar.search.pipeline.shape import Measured, MeshKey, PipelineShape, ScheduledStages
+from autopar.search.pipeline.shape import Measured, MeshKey, PipelineShape, Possible, ScheduledStages
 from autopar.search.pipeline.space import inside_stage, restrictions_inside
 from autopar.search.pipeline.stage_devices import StageDevices, devices_along
 from autopar.search.solver.highs import requested
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
+
+GUESSED, UNMEASURED = 1.25, 2.0
+"""What kernels alone promise leaves out about so much that plans within a budget have; and so much the whole model in
+any memory, if blocks of it are left out: to search it within a budget takes longer than to search any stage."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,9 @@ class Subproblem:
         checked: the bound as far as it is checked; None: it is not.
         schedule: the one it is about; empty: none.
         needed: bytes that the plan of that many seconds needs, if these are more than there are.
+        unplanned: stages that share the devices, where nothing is planned yet and the seconds are those of kernels
+            alone; 0: something is.
+        unmeasured: whether it is not known if the plan of that many seconds fits.
     """
 
     seconds: float
@@ -44,6 +53,8 @@ class Subproblem:
     checked: float | None = None
     schedule: str = ""
     needed: float = 0.0
+    unplanned: int = 0
+    unmeasured: bool = False
 
 
 @dataclass
@@ -64,8 +75,10 @@ class SearchTree:
         tried: numbers of microbatches by shape.
         errors: why attempts found nothing.
         free: by mesh and microbatches the plan for the devices of a stage, in any memory.
+        rough: those of them that are estimates, see `autopar.search.options.Job`, and the shapes that they are for.
         blocks: such a plan of a deep model, cut into stages.
         heavy: schedules that need far too much somewhere.
+        ratios: stages of plans without a budget, and how much longer these take than their kernels would alone.
         slowdowns: bytes needed without a budget, and how much longer a step takes within it.
         along: by mesh the devices along the axis of the stages.
         measured: by shape and microbatches, see `ScheduledStages.measured`.
@@ -87,8 +100,10 @@ class SearchTree:
     tried: dict[PipelineShape, list[int]] = field(default_factory=dict)
     errors: list[InfeasibleError] = field(default_factory=list)
     free: dict[tuple[MeshKey, int], Plan] = field(default_factory=dict)
+    rough: dict[tuple[MeshKey, int], Possible] = field(default_factory=dict)
     blocks: dict[tuple[MeshKey, int], RepeatedStages] = field(default_factory=dict)
     heavy: set[str] = field(default_factory=set)
+    ratios: list[tuple[int, float]] = field(default_factory=list)
     slowdowns: list[tuple[float, float]] = field(default_factory=list)
     measured: dict[tuple[PipelineShape, int], list[Measured]] = field(default_factory=dict)
     along: dict[MeshKey, StageDevices] = field(default_factory=dict)
@@ -157,6 +172,39 @@ class SearchTree:
         pooled = self.devices(shape).pooled(self.speeds(shape)).device
         return least_seconds(self.program, pooled, math.prod(size for _, size in shape.axes))
 
+    def kernels_without_stages(self) -> KernelFloor:
+        """Seconds of kernels without stages; the bound is one of a whole step."""
+        return self._kernels(self.job, 1.0, 1, self.floor)
+
+    def kernels(self, shape: PipelineShape, count: int) -> KernelFloor:
+        """The same with stages, in a number of microbatches or a multiple of it; idle time is left out."""
+        return self._kernels(self.job_inside(shape), shape.devices, count, self.floor_of(shape))
+
+    def _kernels(self, job: Job, stages: float, count: int, floor: float) -> KernelFloor:
+        # Decided layouts may pad more than is assumed there; and nothing of a random plan is known before it is drawn.
+        if self.random or self.search.layouts or self.job.restrictions.layouts:
+            return KernelFloor(floor, floor)
+        found = kernel_floor(self.program, machine_of(job), count)
+        return KernelFloor(max(floor, found.bound / stages), max(floor, found.typical / stages))
+
+    def next(self) -> Subproblem | None:
+        """The most promising subproblem, which is not open from here on; None: no other can lead to a better plan."""
+        # An estimate tells what to plan first; what need not be planned, only a bound.
+        promising = [o for o in self.open if (o.bound if o.unplanned else self.promised(o)) < self.seconds]
+        if not promising:
+            return None
+        # Best first, and last the schedules that needed far too much memory somewhere.
+        found = min(promising, key=lambda o: (o.schedule in self.heavy, self._urgency(o)))
+        self.open.remove(found)
+        return found
+
+    def _urgency(self, node: Subproblem) -> float:
+        """Seconds by which subproblems are ordered: before a plan is known, those count that lead to one soon."""
+        if self.best is not None or not self.free:
+            return self.promised(node)
+        late = node.unmeasured and self.program.repeat is not None
+        return self.promised(node) * (UNMEASURED if late else GUESSED if node.unplanned else 1.0)
+
     def scheduled(self, part: Program, shape: PipelineShape, schedule: str, actions: Order) -> ScheduledStages:
         """A microbatch's program in stages; all schedules of a shape share what was measured."""
         measured = self.measured.setdefault((shape, part.microbatches), [])
@@ -164,7 +212,13 @@ class SearchTree:
         return ScheduledStages(part, shape, schedule, actions, devices, speeds, self.memory, measured)
 
     def promised(self, node: Subproblem) -> float:
-        """Seconds; one that needs too much memory slows down at least as much as those that needed less did."""
+        """Seconds; one that needs too much memory slows down at least as much as those that needed less did.
+
+        What is not planned communicates, too: about as much as where about as many devices share a stage.
+        """
+        if node.unplanned:
+            near = min(self.ratios, key=lambda r: abs(math.log(r[0] / node.unplanned)), default=(1, 1.0))
+            return max(node.bound, node.seconds * near[1])
         return node.seconds * max((slower for needed, slower in self.slowdowns if needed <= node.needed), default=1.0)
 
     def is_late(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -68,6 +69,10 @@ class PipelineShape:
     def mesh(self) -> MeshKey:
         """What it has in common with shapes of other numbers of stages on a device."""
         return self.axes, self.axis
+
+
+Possible = Sequence[tuple[PipelineShape, tuple[str, ...]]]
+"""Shapes on one mesh, each with the schedules that it may follow."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from autopar.ir.ops.collectives import Collective
 from autopar.sharding.chunks.sites import GATHER, REDUCE, Site
 from autopar.sharding.chunks.sizes import best_chunks, exposed
 from autopar.sharding.node_seconds import NodeSeconds
-from autopar.sharding.redistribute import MOST_UNITS
+from autopar.sharding.redistribute.move_seconds import MOST_UNITS
 
 LEAST_GAIN = 0.05
 """Of a collective's seconds, this share has to be hidden by chunks: less is within the error of the cost model."""

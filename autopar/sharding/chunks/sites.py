@@ -20,7 +20,8 @@ from autopar.ir.layout import Layout, Partial, Replicate, Split, local_dims
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import c10d
 from autopar.ir.program import draws
-from autopar.sharding.redistribute import PIECES, Machine
+from autopar.sharding.redistribute.move_seconds import PIECES
+from autopar.sharding.redistribute.moves import Machine
 
 aten = torch.ops.aten
 

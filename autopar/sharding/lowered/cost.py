@@ -32,7 +32,7 @@ from autopar.sharding.candidates import combine
 from autopar.sharding.dims import Operator
 from autopar.sharding.lowered.arguments import localized
 from autopar.sharding.lowered.emit import emit_lowering, lowered_letters
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 
 KERNEL, ISSUE, WAIT = "kernel", "issue", "wait"
 """What a lowering's nodes do: compute, begin a collective, or wait for one."""

@@ -21,7 +21,7 @@ from autopar.ir.ops.sequence.send_block import MIRROR, NEXT, PREVIOUS, send_bloc
 from autopar.rules.shapes.local_shapes import value_of_call
 from autopar.sharding.candidates import letter_parts, strategies
 from autopar.sharding.dims import Operator
-from autopar.sharding.redistribute import WIRE, Machine
+from autopar.sharding.redistribute.moves import WIRE, Machine
 
 aten = torch.ops.aten
 

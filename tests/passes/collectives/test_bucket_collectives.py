@@ -8,20 +8,25 @@ from importlib import import_module
 import pytest
 import torch
 
-from autopar.compiler import rewrite
+from autopar.compiler import rewrite, solve
 from autopar.costs.cluster import Device, Link
+from autopar.ir.check import check
+from autopar.ir.graph import copy_graph
 from autopar.ir.node_info import info
+from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import ALL_REDUCES, Collective, c10d
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import PASSES
 from autopar.passes.collectives.bucket_collectives import bucket_collectives
+from autopar.search.options import Search
 from autopar.search.predict import predict
 from autopar.sharding.dims import Dims
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 from autopar.verify.emulate import census
 from autopar.verify.verify import compare
 from tests import models
+from tests.distributed.models import slow_devices
 from tests.plans import follow_plan, show, tiny
 
 bucketing = import_module("autopar.passes.collectives.bucket_collectives")  # whose name its function has in the package
@@ -120,3 +125,27 @@ def test_what_is_cut_down_does_not_wait() -> None:
     sums = [n for n in order if n.target in ALL_REDUCES and order[next(iter(n.users))] == order[n] + 1]
     assert len(sums) >= len(sharded)
     assert compare(program, after, plan, values, torch.float64).max_error < 1e-12
+
+
+def test_what_runs_once_a_step_is_apart() -> None:
+    """A gradient that is reduced after the last microbatch, beside those that each microbatch reduces and adds up."""
+
+    program, _, _ = models.captured("gpt2", batch=16)
+    plan = solve(program, {"a": 2}, slow_devices(), search=Search(recipe="fsdp", pins={"microbatches": 2}))
+    local = rewrite(program, plan)
+    nodes = list(local.graph.graph.nodes)
+    scatters = [n for n in nodes if (i := info(n).collective) and i.kind == "reduce_scatter"]
+    assert {n in local.per_step for n in scatters} == {True, False}
+    assert not any(n.target is accumulate for n in local.per_step)
+
+
+def test_a_sum_of_sums_is_refused() -> None:
+    """Only the last microbatch would count: the graph of each has no such node."""
+    program, _, _ = models.captured("mlp")
+    graph = copy_graph(program.graph)
+    term = next(n for n in graph.graph.nodes if n.op == "placeholder")
+    with graph.graph.inserting_before(graph.graph.output_node()):
+        once = graph.graph.call_function(accumulate, (term,))
+        graph.graph.call_function(accumulate, (graph.graph.call_function(torch.ops.aten.neg.default, (once,)),))
+    with pytest.raises(ValueError, match="adds up over microbatches what is computed once"):
+        check(replace(program, graph=graph), follow_plan(program, {"a": 2}))

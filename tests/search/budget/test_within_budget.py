@@ -24,7 +24,8 @@ from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem
 from autopar.sharding.layer_classes import layer_classes
-from autopar.sharding.redistribute import Machine, Tables
+from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute.moves import Machine
 from tests.explain.tables.stand_ins import hand_made_plan
 from tests.plans import tiny
 

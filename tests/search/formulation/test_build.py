@@ -23,7 +23,7 @@ from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.operator_cost import operator_seconds
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 from tests import models as zoo
 
 

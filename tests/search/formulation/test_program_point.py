@@ -35,7 +35,8 @@ from autopar.search.solver.workspace import build as graph_of
 from autopar.sharding.dims import analyze
 from autopar.sharding.factor_kinds import from_parameters
 from autopar.sharding.layer_classes import layer_classes
-from autopar.sharding.redistribute import Machine, Tables
+from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute.moves import Machine
 from tests import models as zoo
 
 CLUSTER = Cluster.preset("cpu")

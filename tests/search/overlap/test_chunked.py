@@ -28,7 +28,7 @@ def test_no_plan_hides_more_than_the_bound_counts(bandwidth: float) -> None:
     program, cluster = program_of(*residuals()), slow_links(bandwidth)
     dims = analyze(program)
     classes = layer_classes(program, dims)
-    plans = [random_plan(program, dims, AXES, cluster, seed) for seed in range(12)]
+    plans = [random_plan(program, dims, AXES, cluster, seed) for seed in range(6)]
     plans += [solve(program, AXES, cluster, search=Search(recipe=r, cache=False)) for r in RECIPES]
     plans = [predict(program, dims, replace(plan, overlap=True), classes) for plan in plans]
     assert sum(plan.predicted.chunked_seconds > 0 for plan in plans) > 2
@@ -37,7 +37,7 @@ def test_no_plan_hides_more_than_the_bound_counts(bandwidth: float) -> None:
         least = step.seconds(step_features(program, dims, plan, classes))
         assert least <= plan.predicted.step_seconds * (1 + 1e-9)
     fastest = min(plan.predicted.step_seconds for plan in plans)
-    for weights in (Weights(step), *(drawn(program, seed, cluster) for seed in range(2))):
+    for weights in (Weights(step), drawn(program, 0, cluster)):
         found = plan_within(BudgetProblem.of(program, dims, classes, Job(AXES, cluster), weights))
         own = predict(program, dims, found, classes).predicted.step_seconds
         assert 0 < found.certificate.lower_bound <= min(fastest, own) * (1 + 1e-9)

@@ -26,7 +26,7 @@ from autopar.search.random_plan import random_plan
 from autopar.search.solver.problem import Ints, evaluate
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 from tests import models
 
 AXES = {"node": 2, "gpu": 2}
@@ -135,7 +135,7 @@ def test_the_level_method_reaches_the_best_weights_of_known_plans() -> None:
     assert bound <= min(best.step.seconds(known) for known in features) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("name", ["cnn", *(pytest.param(n, marks=pytest.mark.deep) for n in ("gpt2", "llama"))])
 def test_no_plan_is_faster_than_the_bound_of_any_weights(name: str) -> None:
     program, dims, classes = parts(name, 1)
     job = Job(AXES, SHARED)

@@ -16,7 +16,7 @@ from autopar.search.formulation.variables.variable import Floats, Ints, Port, Va
 from autopar.sharding.candidates import REPLICATE, Candidates, candidates, strategies
 from autopar.sharding.dims import Operator
 from autopar.sharding.operator_cost import operator_seconds
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 
 
 def operator_variable(context: BuildContext, key: str) -> Variable:

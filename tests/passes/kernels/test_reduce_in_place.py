@@ -15,7 +15,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.memory.liveness import peak_memory
 from autopar.passes import PASSES
-from autopar.passes.collectives.reduce_in_place import reduce_in_place
+from autopar.passes.kernels.reduce_in_place import reduce_in_place
 from autopar.search.options import MICROBATCHES, Search
 from autopar.search.random_plan import random_plan
 from autopar.verify.verify import compare

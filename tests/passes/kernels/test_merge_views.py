@@ -13,7 +13,7 @@ from autopar.compiler import program_of, rewrite, solve
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import PASSES
-from autopar.passes.merge_views import merge_views
+from autopar.passes.kernels.merge_views import merge_views
 from autopar.runtime.step.bind import bind
 from autopar.runtime.step.partition import cut
 from autopar.search.options import Search

@@ -1,33 +1,23 @@
 """`Plan`: a layout for every tensor of a model on a mesh, what it is predicted to cost, and how good it is.
 
-A plan is data: readable, versioned JSON keyed by parameter and operator class, with fingerprints of what it is for.
+A plan is data: readable, versioned JSON keyed by parameter and operator class, with fingerprints of what it is for, see
+`autopar.ir.plan.file`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import msgspec
+from typing import Any
 
 from autopar.costs.arguments import PATH, require
 from autopar.costs.cluster import Cluster
 from autopar.costs.mixed.shares import Shares
-from autopar.costs.read_file import MIB, read_text
-from autopar.errors import PlanError
-from autopar.ir.layout import Layout, parse_placement
+from autopar.ir.layout import Layout
 from autopar.ir.quantized.axes import QuantizedAxis
-
-VERSION = 2
-"""Of the format that `Plan.save` writes; `Plan.load` reads version 1, too."""
-
-MOST_BYTES = 256 * MIB
-"""Of a plan file; that of a model of a thousand layers has a few."""
 
 TIME_LIMIT, INTERRUPTED = "time limit", "interrupted"
 """Methods of certificates whose search did not end by itself."""
@@ -331,37 +321,10 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as `save` writes it."""
-        data: dict[str, Any] = {"autopar_plan": VERSION, "torch": self.torch, "fingerprint": self.fingerprint}
-        data["axes"] = dict(self.axes)
-        data["optimizer"] = self.optimizer
-        # The whole cluster, not its name: presets change, and the plan's redistributions depend on its links.
-        data["cluster"] = self.cluster.to_toml()
-        for name in _LAYOUTS:
-            data[name] = {k: [str(p) for p in v] for k, v in getattr(self, name).items()}
-        data["choices"] = {k: list(v) for k, v in self.choices.items()}
-        data["microbatches"] = self.microbatches
-        data["shares"] = None if self.shares is None else asdict(self.shares)
-        certificate = {**asdict(self.certificate), "gap": self.certificate.gap}
-        data["certificate"] = {name: value for name, value in certificate.items() if name != "claimed"}
-        data["predicted"] = asdict(self.predicted)
-        data["modules"] = [asdict(m) for m in self.modules]
-        data["stages"] = [list(s.modules) for s in self.stages]
-        if any(s.group for s in self.stages):
-            data["stage_groups"] = [s.group for s in self.stages]
-        data["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
-        data["overlap"] = self.overlap
-        data["fused"] = self.fused
-        data["scatter"] = None if self.scatter is None else asdict(self.scatter)
-        data["workers"], data["worker_role"] = dict(self.workers), self.worker_role
-        data["quantized"] = [asdict(q) for q in self.quantized]
-        data["secondary"] = list(self.secondary)
-        data["expert_load"] = list(self.expert_load)
-        data["float8"] = self.float8
-        data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
-        data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
-        for name in ("recompute", "offload"):
-            data[name] = {key: [list(r) for r in ranges] for key, ranges in getattr(self, name).items()}
-        return data
+        # Here, as below: what reads and writes files imports this module.
+        from autopar.ir.plan.file import to_data
+
+        return to_data(self)
 
     def save(self, path: str | Path) -> None:
         """Write readable JSON.
@@ -383,20 +346,9 @@ class Plan:
             ValueError: ``path`` is no path.
         """
         require(path=(path, PATH))
-        try:
-            text = read_text(path, MOST_BYTES)
-        except OSError as e:
-            raise PlanError(f"cannot read plan file {path}: {e.strerror}") from e
-        except ValueError as e:
-            raise PlanError(f"plan file {e}") from e
-        try:
-            return Plan.from_dict(json.loads(text))
-        except RecursionError as e:
-            raise PlanError(f"plan file {path} is corrupt: nested too deep; save it again with Plan.save") from e
-        except ValueError as e:
-            raise PlanError(f"plan file {path} is corrupt: {e}; save it again with Plan.save") from e
-        except PlanError as e:
-            raise PlanError(f"plan file {path}: {e}") from e
+        from autopar.ir.plan.file import read_plan_file
+
+        return read_plan_file(path)
 
     @staticmethod
     def from_dict(data: Any) -> Plan:
@@ -405,16 +357,9 @@ class Plan:
         Raises:
             PlanError: a key is missing or wrong, or the version is another one.
         """
-        if not isinstance(data, dict) or "autopar_plan" not in data:
-            raise PlanError("this is no plan of autopar; save one with Plan.save or `autopar plan --save`")
-        if data["autopar_plan"] not in (1, VERSION):
-            raise PlanError(
-                f"version {data['autopar_plan']} of the format, this autopar reads 1 to {VERSION}; plan again"
-            )
-        try:
-            return _parse(_of_version_1(data) if data["autopar_plan"] == 1 else data)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, msgspec.ValidationError) as e:
-            raise PlanError(f"corrupt: {type(e).__name__}: {e}; save it again with Plan.save") from e
+        from autopar.ir.plan.file import from_data
+
+        return from_data(data)
 
     def check(
         self,
@@ -472,143 +417,3 @@ class Plan:
     def __str__(self) -> str:
         """The same as `summary`."""
         return self.summary()
-
-
-_LAYOUTS = ("parameters", "batch", "results", "consumer_layouts")
-
-
-_METHODS = {
-    "fold": "elimination",
-    "messages": "dual ascent",
-    "prices": LAGRANGIAN,
-}
-"""What closed a search, in version 1 and now."""
-
-_SAME = ("ilp", "multiplier", "axis by axis", TIME_LIMIT, INTERRUPTED, "random", "")
-"""Methods that have kept their names. The only other one of version 1 is memory repair."""
-
-
-def _of_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Data of version 1 in the words of version 2."""
-
-    def renamed(name: str) -> str:
-        if name.startswith("each relay "):
-            return f"{PER_USE}consumer {name.removeprefix('each relay ')}"
-        return f"consumer {name.removeprefix('relay ')}" if name.startswith("relay ") else name
-
-    former = {"relays": "consumer_layouts", "held": "forced_consumer_layouts"}
-    # Version 1 called consumer layouts relays.
-    found = {former.get(key, key): value for key, value in data.items()}
-    for key in ("recompute", "offload"):
-        found[key] = {renamed(name): ranges for name, ranges in data.get(key, {}).items()}
-    method = data["certificate"]["method"]
-    found["certificate"] = {
-        **data["certificate"],
-        "method": _METHODS.get(method, method if method in _SAME else MEMORY_REPAIR),
-    }
-    return found
-
-
-_Layouts = Mapping[str, tuple[str, ...]]
-
-
-@dataclass(frozen=True)
-class _File:
-    """What a file holds, in the types that JSON has; entries with a default are absent from older ones."""
-
-    axes: Mapping[str, Annotated[int, msgspec.Meta(ge=1, lt=2**31)]]
-    cluster: str
-    parameters: _Layouts
-    batch: _Layouts
-    results: _Layouts
-    consumer_layouts: _Layouts
-    choices: Mapping[str, tuple[str, ...]]
-    optimizer: str
-    fingerprint: str
-    torch: str
-    certificate: Certificate
-    predicted: Predicted
-    modules: tuple[ModuleRow, ...]
-    stages: tuple[tuple[str, ...], ...]
-    microbatches: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1
-    shares: Shares | None = None
-    overlap: bool = False
-    fused: bool = False
-    pipeline: Pipeline | None = None
-    scatter: Scatter | None = None
-    stage_groups: tuple[str, ...] = ()
-    padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    forced_consumer_layouts: tuple[str, ...] = ()
-    workers: Mapping[str, Annotated[int, msgspec.Meta(ge=1, lt=2**31)]] = field(default_factory=dict)
-    worker_role: Literal["local", "compressed", "stale"] = "local"
-    quantized: tuple[QuantizedAxis, ...] = ()
-    secondary: tuple[str, ...] = ()
-    expert_load: tuple[float, ...] = ()
-    float8: str = ""
-    recompute: Ranges = field(default_factory=dict)
-    offload: Ranges = field(default_factory=dict)
-
-
-def _parse(data: dict[str, Any]) -> Plan:
-    file = msgspec.convert(data, _File)
-    for name, known in (("certificate", {"gap", *_names(Certificate)}), ("predicted", _names(Predicted))):
-        if set(data[name]) - known:
-            raise ValueError(f"{name} has {sorted(set(data[name]) - known)[0]!r}, which it does not have here")
-    _check_numbers(asdict(file), "")
-    layouts: dict[str, Any] = {
-        name: {k: tuple(map(parse_placement, v)) for k, v in getattr(file, name).items()} for name in _LAYOUTS
-    }
-    # Here rather than as an index error in a pass.
-    wrong = [f"{name} {k}" for name in _LAYOUTS for k, v in layouts[name].items() if len(v) != len(file.axes)]
-    wrong += [f"choices {k}" for k, v in file.choices.items() if len(v) != len(file.axes)]
-    if wrong:
-        raise ValueError(f"{wrong[0]!r} does not have one placement for each of {len(file.axes)} axes")
-    certificate = file.certificate
-    for name, bound in (("lower_bound", certificate.lower_bound), ("checked", certificate.checked or 0.0)):
-        # Bounds are rounded in the search's units.
-        if bound > certificate.objective * (1 + 1e-6):
-            raise ValueError(f"certificate.{name} is {bound}, and the plan itself takes {certificate.objective}")
-    kept: dict[str, Any] = {f.name: getattr(file, f.name) for f in fields(_File) if f.name not in _LAYOUTS}
-    if len(file.workers) > 1 or set(file.workers) & set(file.axes):
-        raise ValueError(f"workers are {dict(file.workers)}: expected one axis beside {', '.join(file.axes)}")
-    strange = [q.axis for q in file.quantized if q.axis not in file.axes or not q.what]
-    if strange:
-        raise ValueError(f"quantized names axis {strange[0]!r}: expected bits along one of {', '.join(file.axes)}")
-    shares = file.shares
-    if shares is not None and (
-        len(shares.counts) != file.axes.get(shares.axis, 0)
-        or shares.microbatches != file.microbatches
-        or file.pipeline is not None
-    ):
-        raise ValueError(
-            f"shares are {shares} of axis {shares.axis!r}: expected a number for each of its devices, of "
-            f"{file.microbatches} microbatches in the mean, and no stages"
-        )
-    if set(file.secondary) - set(file.axes):
-        raise ValueError(f"secondary names {file.secondary}: expected axes among {', '.join(file.axes)}")
-    kept |= {
-        "workers": tuple(file.workers.items()),
-        "axes": tuple(file.axes.items()),
-        "cluster": Cluster.from_toml(file.cluster),
-    }
-    groups = kept.pop("stage_groups") or ("",) * len(file.stages)
-    stages = tuple(Stage(modules, group) for modules, group in zip(file.stages, groups, strict=True))
-    kept |= {"stages": stages, "certificate": replace(certificate, claimed=True)}
-    if file.pipeline is not None and file.pipeline.places:
-        devices = file.axes.get(file.pipeline.axis, 0)
-        if sorted(file.pipeline.places) != list(range(devices)):
-            raise ValueError(f"pipeline.places are {file.pipeline.places}: expected 0 to {devices - 1} in any order")
-    return Plan(**layouts, **kept)
-
-
-def _names(kind: type) -> set[str]:
-    return {f.name for f in fields(kind)}
-
-
-def _check_numbers(value: Any, path: str) -> None:
-    """Raise if a number is infinite, no number, or negative: none in a file is."""
-    if isinstance(value, float | int) and not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{path.removeprefix('.')} is {value}")
-    if isinstance(value, dict | list | tuple):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_numbers(inner, f"{path}.{key}")

@@ -1,0 +1,146 @@
+"""Functions by their formulas: what torch traces in their place is wrong, looks at values, or is of one device.
+
+Found by comparing the graphs of torch's own sample calls with eager mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+
+def rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """RMS norm as torch computes it on a CPU (``rms_norm_composite``)."""
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    wide = input.to(torch.float32 if half else input.dtype)
+    dims = list(range(-1, -1 - len(normalized_shape), -1))
+    mean = wide.pow(2).mean(dims, keepdim=True)
+    scaled = wide * mean.add(torch.finfo(wide.dtype).eps if eps is None else eps).rsqrt()
+    return (scaled if weight is None else scaled * weight).type_as(input)
+
+
+def multilabel_margin_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """Multi-label margin loss; what torch traces counts the classes behind the first -1, too."""
+    if size_average is not None or reduce is not None:
+        reduction = _reduction(size_average, reduce)
+    classes = input.shape[-1] if input.ndim else 1
+    rows, named, order = input.reshape(-1, classes), target.reshape(-1, classes), _range(classes, target)
+    given = order < torch.where(named == -1, order, classes).amin(-1, keepdim=True)
+    is_target = (order == torch.where(given, named, -1).unsqueeze(-1)).any(-2)
+    own = rows.gather(-1, torch.where(given, named, 0))
+    # A rectifier, whose gradient at 0 is 0, as the kernel's.
+    margins = torch.relu(1 - own.unsqueeze(-1) + rows.unsqueeze(-2))
+    counted = given.unsqueeze(-1) & ~is_target.unsqueeze(-2)
+    losses = torch.where(counted, margins, 0).sum((-2, -1)) / classes
+    if reduction == "none":
+        return losses.reshape(input.shape[:-1])
+    return losses.mean() if reduction == "mean" else losses.sum()
+
+
+def _range(length: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(length, device=like.device)
+
+
+def _reduction(size_average: bool | None, reduce: bool | None) -> str:
+    """What the arguments of old mean: both are true unless they are given."""
+    if reduce is False:
+        return "none"
+    return "sum" if size_average is False else "mean"
+
+
+def cov(
+    input: torch.Tensor,
+    *,
+    correction: int = 1,
+    fweights: torch.Tensor | None = None,
+    aweights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Covariance of rows, ``aten::cov``; torch looks at the number that it divides by."""
+    rows = input.reshape(1, -1) if input.ndim < 2 else input
+    given = [w for w in (fweights, aweights) if w is not None]
+    weights = given[0] * given[1] if len(given) == 2 else given[0] if given else None
+    total: Any = rows.shape[1] if weights is None else weights.sum()
+    centered = rows - (rows if weights is None else rows * weights).sum(1, keepdim=True) / total
+    divisor = total - correction
+    if weights is not None and aweights is not None and correction:
+        divisor = total - correction * (weights * aweights).sum() / total
+    product = centered @ (centered if weights is None else centered * weights).mH
+    found: torch.Tensor = product / (max(divisor, 0) if weights is None else divisor.clamp_min(0))
+    return found.squeeze()
+
+
+def corrcoef(input: torch.Tensor) -> torch.Tensor:
+    """Correlation of rows, ``aten::corrcoef``."""
+    covariance = cov(input)
+    if covariance.ndim == 0:
+        return covariance / covariance
+    diagonal = covariance.diagonal()
+    deviations = (diagonal.real if diagonal.is_complex() else diagonal).sqrt()
+    found = covariance / deviations.view(-1, 1) / deviations.view(1, -1)
+    if found.is_complex():
+        return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1))
+    return found.clip(-1, 1)
+
+
+def gaussian_nll_loss(
+    refuse: Callable[[torch.Tensor, str, str], None],
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """Gaussian negative log-likelihood as in torch, which looks at the variances: here they are checked after the step.
+
+    Args:
+        refuse: what checks that nothing of a tensor is true, given it, the function and its name of such values.
+        input: means.
+        target: samples.
+        var: variances; a dim of size 1, or none, for the last one of ``input``.
+        full: with its constant.
+        eps: the least variance.
+        reduction: ``"none"``, ``"mean"`` or ``"sum"``.
+    """
+    if isinstance(var, torch.Tensor):
+        refuse(var < 0, "torch.nn.functional.gaussian_nll_loss", "negative variances")
+        spread = var.unsqueeze(-1) if var.shape == input.shape[:-1] else var
+    else:
+        spread = torch.full_like(input, var)
+    different = [(n, m) for n, m in zip(input.shape, spread.shape, strict=False) if n != m]
+    if input.ndim != spread.ndim or sum(m for _, m in different) > 1:
+        raise ValueError("var is of incorrect size")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(reduction + " is not valid")
+    # The gradient goes past the bound, as in torch.
+    bounded = spread.clone()
+    with torch.no_grad():
+        bounded.clamp_(min=eps)
+    loss = 0.5 * (torch.log(bounded) + (input - target) ** 2 / bounded)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+BY_FORMULA: dict[Any, Callable[..., torch.Tensor]] = {
+    functional.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
+    functional.multilabel_margin_loss: multilabel_margin_loss,
+    torch.cov: cov,
+    torch.Tensor.cov: cov,
+    torch.corrcoef: corrcoef,
+    torch.Tensor.corrcoef: corrcoef,
+}
+"""By function: what is traced in its place."""

@@ -1,0 +1,220 @@
+"""Redistribution: the cheapest sequence of single-axis moves from one layout of a tensor to another.
+
+Moves are all-gather, reduce-scatter, all-reduce, all-to-all (also of rows by their experts), and local ones: a slice,
+the rows of a device's own experts, and these put where they were among the others. Axes that split one factor nest in
+mesh order, so only the innermost of them can be moved. All pairs are found at once:
+Floyd-Warshall over the tensor's layouts (R. W. Floyd, "Algorithm 97: Shortest path", 1962), in numpy. `moves` has the
+moves, `move_seconds` what each takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.layout import ByExpert, Factor, Layout, Placement, Replicate, Split, TensorType
+from autopar.ir.quantized.axes import GRADIENTS, WEIGHTS
+from autopar.rules.remembered import remembered
+from autopar.sharding.redistribute.move_seconds import Kinds, MoveSeconds
+from autopar.sharding.redistribute.moves import Machine, Move, exchanges, innermost, move_kind, moved_bytes
+
+_QUANTIZED = {"all_gather": WEIGHTS, "reduce_scatter": GRADIENTS}
+"""Kinds of moves that may be in few bits, and what they are of then."""
+
+
+class Redistributions(MoveSeconds):
+    """All moves of one type of tensor on one machine, and the cheapest sequences of them."""
+
+    def __init__(self, type_: TensorType, machine: Machine) -> None:
+        """Enumerate layouts; costs are computed when they are asked for."""
+        super().__init__(type_, machine)
+        self._apart: dict[Kinds, NDArray[np.float64]] = {}
+
+    def moves(self) -> list[Move]:
+        """Every legal single-axis move between two layouts."""
+        placements = tuple(dict.fromkeys(p for layout in self.layouts for p in layout))
+        every = (
+            (source, axis, other) for source in self.layouts for axis in range(len(source)) for other in placements
+        )
+        found = [move for source, axis, other in every if (move := self._move(source, axis, other)) is not None]
+        # An all-reduce would get around few bits: where these are asked for it is a reduce-scatter and a gather.
+        fewer = {(m.source, m.axis) for m in found if m.bits and m.kind == "reduce_scatter"}
+        return [m for m in found if m.kind != "all_reduce" or (m.source, m.axis) not in fewer]
+
+    def _move(self, source: Layout, axis: int, other: Placement) -> Move | None:
+        """The move that gives an axis another placement; None if there is none."""
+        placement = source[axis]
+        if other == placement or not self.type.may_move(placement, other):
+            return None
+        target = (*source[:axis], other, *source[axis + 1 :])
+        kind = move_kind(placement, other)
+        if kind and exchanges(placement, other):
+            # Rows of tokens are in no order: only the axes that experts are split over nest.
+            nested = innermost(source if isinstance(placement, ByExpert) else target, axis)
+            return Move(kind, axis, source, target) if nested and target in self.index else None
+        # Blocks of an outer axis are not contiguous while an inner axis splits the same factor.
+        if isinstance(placement, Split) and not innermost(source, axis):
+            return None
+        # Such a move tells blocks by their sizes.
+        if kind == "all_to_all" and any(isinstance(p, ByExpert) for p in source):
+            return None
+        if not kind or target not in self.index or not (isinstance(other, Replicate) or innermost(target, axis)):
+            return None
+        return self._in_few_bits(Move(kind, axis, source, target))
+
+    def _in_few_bits(self, move: Move) -> Move:
+        """The move as it is made where its message may be in few bits, if it is smaller then."""
+        what = _QUANTIZED.get(move.kind, "")
+        if not what or what != self.type.message or self.machine.sizes[move.axis] == 1:
+            return move
+        if ByExpert in (type(move.source[move.axis]), type(move.target[move.axis])):
+            return move
+        fewer = replace(move, bits=self.machine.bits(move.axis, what))
+        sent, whole = (moved_bytes(self.type, m, self.machine.sizes) for m in (fewer, move))
+        return fewer if fewer.bits and sent < whole else move
+
+    @cached_property
+    def _solved(self) -> tuple[NDArray[np.float64], NDArray[np.int64], dict[tuple[int, int], Move]]:
+        count = len(self.layouts)
+        distance = np.full((count, count), np.inf)
+        np.fill_diagonal(distance, 0.0)
+        step = np.tile(np.arange(count), (count, 1))  # first hop from row towards column
+        moves = self.moves()
+        arcs = {(self.index[m.source], self.index[m.target]): m for m in moves}
+        for (a, b), seconds in zip(arcs, self.move_seconds(moves), strict=True):
+            distance[a, b] = seconds
+        # Floyd-Warshall, all rows and columns at once: paths through the first k layouts.
+        for k in range(count):
+            through = distance[:, k, None] + distance[None, k, :]
+            # Strictly shorter only: among equal paths the first one found stays, in every process.
+            better = through < distance
+            if better.any():
+                np.copyto(distance, through, where=better)
+                np.copyto(step, step[:, k, None], where=better)
+        return distance, step, arcs
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """``[layouts, layouts]``: time from row to column; inf where there is none (nothing becomes Partial)."""
+        return self._solved[0]
+
+    @cached_property
+    def sliced(self) -> NDArray[np.bool_]:
+        """``[layouts, layouts]``: whether nothing is sent along the path from row to column."""
+        distance, step, arcs = self._solved
+        local = np.eye(len(self.layouts), dtype=bool)
+        for end, move in arcs.items():
+            local[end] = move.kind == "slice"
+        at, target = step, np.arange(len(self.layouts))[None, :]
+        found: NDArray[np.bool_] = np.isfinite(distance) & np.take_along_axis(local, at, 1)
+        while (at != target).any():
+            following = np.where(np.isfinite(distance), step[at, target], target)
+            found &= local[at, following]
+            at = following
+        return found
+
+    def apart(self, chunks: Kinds = frozenset()) -> NDArray[np.float64]:
+        """``[2 + 3 axes, layouts, layouts]``: along each path seconds as `chunked_seconds` tells them apart."""
+        if chunks in self._apart:
+            return self._apart[chunks]
+        distance, step, arcs = self._solved
+        count = len(self.layouts)
+        own = self.chunked_seconds(list(arcs.values()), chunks)
+        hops = np.zeros((len(own), count, count))
+        ends = np.array(list(arcs), dtype=np.int64).reshape(-1, 2)
+        hops[:, ends[:, 0], ends[:, 1]] = own
+        # What two moves in a row take less than each by itself, if these are the next on the way to a target.
+        less = np.zeros_like(hops)
+        for (a, b), (_, c) in self._pairs(arcs, chunks):
+            together = self.chunked_seconds([arcs[a, b], arcs[b, c]], chunks).sum(1)
+            targets = (step[a] == b) & (step[b] == c) & np.isfinite(distance[a])
+            less[:, a, targets] = (together - hops[:, a, b] - hops[:, b, c])[:, None]
+        found = np.zeros_like(hops)
+        target = np.tile(np.arange(count), (count, 1))
+        at = np.where(np.isfinite(distance), target.T, target)
+        while (at != target).any():
+            following = step[at, target]
+            found += np.where(at == target, 0.0, hops[:, at, following] + less[:, at, target])
+            at = np.where(at == target, at, following)
+        self._apart[chunks] = found
+        return found
+
+    def _pairs(
+        self, arcs: Mapping[tuple[int, int], Move], chunks: Kinds
+    ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        """Moves in a row that chunks make one of."""
+        kinds = {"all_to_all": "all_gather", "reduce_scatter": "all_to_all"}
+        following: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+        for end, move in arcs.items() if chunks else ():
+            if move.kind in kinds.values():
+                following.setdefault((end[0], move.axis, move.kind), []).append(end)
+        for first, move in arcs.items() if following else ():
+            for then in following.get((first[1], move.axis, kinds.get(move.kind, "")), ()):
+                if self._joined_units(move, arcs[then], chunks):
+                    yield first, then
+
+    def priced(
+        self,
+        rows: NDArray[np.int64],
+        columns: NDArray[np.int64],
+        prices: NDArray[np.float64],
+        chunks: Kinds = frozenset(),
+    ) -> NDArray[np.float64]:
+        """Seconds from some layouts to others, each kind at a price; inf where there is no way.
+
+        Args:
+            rows: numbers of layouts, [A].
+            columns: numbers of layouts, [B].
+            prices: of what `chunked_seconds` tells apart, for each column, [B, 2 + 3 axes].
+            chunks: kinds of collectives that chunks of products may hide.
+        """
+        chosen = np.ix_(rows, columns)
+        seconds: NDArray[np.float64] = self.seconds[chosen]
+        if (prices == prices[:, :1]).all():
+            return seconds * prices[:, 0]
+        # Prices differ by when a value is moved, so that they are few: each prices all layouts in one product.
+        different, which = np.unique(prices, axis=0, return_inverse=True)
+        apart = self.apart(chunks)
+        priced = (different @ apart.reshape(len(apart), -1)).reshape(-1, *apart.shape[1:])
+        return np.where(np.isfinite(seconds), priced[which[None, :], chosen[0], chosen[1]], np.inf)
+
+    def path(self, source: Layout, target: Layout) -> tuple[Move, ...]:
+        """The cheapest moves from ``source`` to ``target``.
+
+        Raises:
+            ValueError: there are none.
+        """
+        distance, step, arcs = self._solved
+        a, b = self.index[source], self.index[target]
+        if not np.isfinite(distance[a, b]):
+            raise ValueError(f"no way to redistribute {self.type} from {source} to {target}")
+        found = []
+        while a != b:
+            hop = int(step[a, b])
+            found.append(arcs[a, hop])
+            a = hop
+        return tuple(found)
+
+
+class Tables:
+    """Redistribution tables on one machine, one for each type of tensor."""
+
+    def __init__(self, machine: Machine) -> None:
+        """Tables are made when they are asked for."""
+        self.machine = machine
+
+    def of(self, type_: TensorType) -> Redistributions:
+        """The table of a type; types that differ in names or padding only share one."""
+        # Names and padding change no cost. With them left out, thousands of tensors need a few tables.
+        plain = tuple(tuple(Factor("", f.size) for f in dim) for dim in type_.dims)
+        message = type_.message if self.machine.quantized else ""
+        return _table(replace(type_, dims=plain, used=(), drawn=False, message=message), self.machine)
+
+
+@remembered(256)
+def _table(type_: TensorType, machine: Machine) -> Redistributions:
+    return Redistributions(type_, machine)

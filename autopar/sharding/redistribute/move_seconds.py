@@ -1,0 +1,281 @@
+"""Seconds of moves: of collectives, of the kernels around them, and of what chunks of a product hide."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.costs.cluster import Link
+from autopar.costs.collectives import COLLECTIVES
+from autopar.costs.kernels import host_wait_seconds
+from autopar.costs.outer_exchange import dequantizing, quantizing
+from autopar.ir.layout import (
+    ByExpert,
+    Factor,
+    Layout,
+    Placement,
+    Split,
+    TensorType,
+    item_bytes,
+)
+from autopar.sharding.candidates import layouts
+from autopar.sharding.redistribute.moves import (
+    LOCAL_MOVES,
+    OWN_ROWS,
+    PLACE_ROWS,
+    SLICE,
+    WIRE,
+    Machine,
+    Move,
+    exchanges,
+    held_parts,
+    moved_bytes,
+    reduces,
+    sent_whole,
+    shard_of,
+    sum_dtype,
+)
+
+Kinds = frozenset[str]
+"""Kinds of moves."""
+
+PIECES, MOST_UNITS = 8, 64
+"""A sum over devices may be cut anywhere: into so many pieces, or fewer where rows do not divide. Of more units than
+the second no chunks are looked for: each would be sent in a message of its own."""
+
+
+class MoveSeconds:
+    """What each move of one type of tensor on one machine takes."""
+
+    def __init__(self, type_: TensorType, machine: Machine) -> None:
+        """Enumerate layouts; costs are computed when they are asked for."""
+        self.type = type_
+        self.machine = machine
+        self.layouts = layouts(type_, machine.sizes)
+        self.index = {layout: i for i, layout in enumerate(self.layouts)}
+
+    @cached_property
+    def parts(self) -> NDArray[np.float64]:
+        """Into how many blocks each layout cuts the tensor; less where some devices' experts have more rows."""
+        sizes, load = self.machine.sizes, self.machine.load
+        return np.array([held_parts(layout, sizes, load) for layout in self.layouts], dtype=np.float64)
+
+    def move_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """Time of each move: what `autopar.sharding.emit.MoveEmitter` emits, collective and kernels, with launches."""
+        return self.local_seconds(moves) + self.sent_seconds(moves) + self.waits(moves)
+
+    def sent_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """The part of each move that its collective takes."""
+        return self._sent_seconds(moves, self.machine.links, self.machine.device.launch)
+
+    def _sent_seconds(self, moves: Sequence[Move], links: Sequence[Link], launch: float) -> NDArray[np.float64]:
+        seconds = np.zeros(len(moves))
+        groups: dict[tuple[str, int], list[int]] = {}
+        for i, move in enumerate(moves):
+            groups.setdefault((move.collective, move.axis), []).append(i)
+        size = np.array([self._moved_bytes(move) for move in moves])
+        for (kind, axis), members in groups.items():
+            # Along an axis of one device nothing is emitted; no move is free, or plans could make it at will.
+            if self.machine.sizes[axis] == 1:
+                seconds[members] += launch
+            elif kind not in LOCAL_MOVES:
+                ring = COLLECTIVES[kind](size[members], self.machine.sizes[axis], links[axis])
+                seconds[members] += ring + launch
+        return seconds
+
+    def _moved_bytes(self, move: Move) -> float:
+        """`moved_bytes` by the parts that are known already."""
+        if move.bits:
+            return moved_bytes(self.type, move, self.machine.sizes, self.machine.load)
+        parts = self.parts
+        return sent_whole(self.type, move) / min(
+            float(parts[self.index[move.source]]), float(parts[self.index[move.target]])
+        )
+
+    def message_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """What `sent_seconds` has of latency and launch: values that are sent together take it once."""
+        return self.sent_seconds(moves) - self._sent_seconds(moves, tuple(map(_without_latency, self.machine.links)), 0)
+
+    def waits(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """For how long kernels wait for the collective of each move besides, where it does not hide."""
+        sizes, links = self.machine.sizes, self.machine.links
+        return np.array([links[m.axis].wait if m.kind not in LOCAL_MOVES and sizes[m.axis] > 1 else 0.0 for m in moves])
+
+    def local_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """The part of each move that the device's own kernels take: casts, and copies to and from a collective's order.
+
+        Collectives exchange blocks of the first dim: a factor that has others before it is brought there, or back from
+        there, by a copy. A slice is always one. What is not row-major is copied besides, see `TensorType.relaid`.
+        """
+        if not moves:
+            return np.zeros(0)
+        device, own = self.machine.device, item_bytes(self.type.dtype)
+        sent, cast = (np.array(column, dtype=np.float64) for column in zip(*map(self._items, moves), strict=True))
+        before, after = (
+            np.array([count(m) for m in moves], dtype=np.float64) for count in (self._copies_before, self._copies_after)
+        )
+        ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64)
+        source, target = (self.type.numel / self.parts[ends]).T
+        moved = source * (cast + 2 * sent * before) + target * (cast + 2 * own * after)
+        kernels = 2 * (cast > 0) + before + after
+        for i, move in enumerate(moves):
+            if move.bits:
+                moved[i], kernels[i] = self._quantizing(move, int(before[i]), int(after[i]))
+        seconds = moved / (device.bandwidth * device.streaming) + kernels * device.launch
+        # Counts of experts' rows are moved once for all rows that are sorted together, and the host waits for them.
+        if self.type.experts and not self.type.routed:
+            waits = [isinstance(m.target[m.axis], ByExpert) for m in moves]
+            seconds = seconds + host_wait_seconds(device) * np.array(waits, dtype=np.float64)
+        # Along an axis of one device nothing is emitted.
+        return np.asarray(np.where([self.machine.sizes[m.axis] > 1 for m in moves], seconds, 0.0), dtype=np.float64)
+
+    def _quantizing(self, move: Move, before: int, after: int) -> tuple[float, int]:
+        """Bytes that kernels move where a message is in few bits, and how many kernels there are.
+
+        Args:
+            move: the move.
+            before: copies of what is moved.
+            after: copies of the result.
+        """
+        own, parts = item_bytes(self.type.dtype), self.machine.sizes[move.axis]
+        shard = shard_of(self.type, move, self.machine.sizes)
+        if move.kind == "all_gather":
+            ways, copied = (quantizing(shard, own, move.bits), dequantizing(parts * shard, own, move.bits)), after
+        else:
+            whole = parts * shard
+            ways = quantizing(whole, own, move.bits), dequantizing(whole, own, move.bits, rows=parts)
+            copied = before
+        moved, kernels = (sum(column) for column in zip(*ways, strict=True))
+        return moved + 2 * own * parts * shard * copied, int(kernels) + before + after
+
+    def _items(self, move: Move) -> tuple[int, int]:
+        """Bytes of an element as it is copied before a move, and as it is read and written by a cast; 0 for no cast."""
+        own, sent = self.type.dtype, sum_dtype(self.type) if reduces(move.kind) else self.type.dtype
+        if sent != own:
+            return item_bytes(sent), item_bytes(own) + item_bytes(sent)
+        wired = own in WIRE and not reduces(move.kind) and move.kind not in LOCAL_MOVES
+        return item_bytes(own), item_bytes(own) + item_bytes(WIRE[own]) if wired else 0
+
+    def _copies_before(self, move: Move) -> int:
+        """Copies of what is moved: the factor that is split comes first, and all is row-major."""
+        into = move.target[move.axis]
+        if move.kind in (OWN_ROWS, PLACE_ROWS):
+            return int(move.kind == PLACE_ROWS)
+        if exchanges(move.source[move.axis], into):  # back into the order in which rows came
+            return int(not isinstance(into, ByExpert))
+        if move.kind in ("reduce_scatter", "all_to_all") and self._outer(move.source, into) > 1:
+            return 1
+        return int(self.type.relaid > 0 and move.kind != "all_reduce")
+
+    def _copies_after(self, move: Move) -> int:
+        """Copies of the result: the factor that was split comes back to its place; a slice is one, or two."""
+        kind, out, into = move.kind, move.source[move.axis], move.target[move.axis]
+        count = int(self.type.relaid > 1)
+        if kind in (OWN_ROWS, PLACE_ROWS):
+            return 1
+        if exchanges(out, into):  # into the order of experts
+            return count + isinstance(into, ByExpert)
+        if kind in ("all_gather", "all_to_all"):
+            count += self._outer(move.source if kind == "all_gather" else move.target, out) > 1
+        if kind == SLICE:
+            assert isinstance(into, Split)
+            # Before its own there is another one where blocks of other factors of its dim do not follow one another.
+            outer, end = self._outer(move.target, into), self._outer(move.target, Split(into.dim + 1))
+            count += 1 + (end > outer > self._outer(move.target, Split(into.dim)))
+        return count
+
+    def _outer(self, layout: Layout, position: Placement) -> int:
+        """Local elements of the dims and factors before the one at a position."""
+        assert isinstance(position, Split)
+        return int(self._before[self.index[layout], self._column[position.dim, position.factor]])
+
+    @cached_property
+    def _column(self) -> dict[tuple[int, int], int]:
+        every = [(d, j) for d, dim in enumerate(self.type.dims) for j in range(max(1, len(dim)))]
+        every.append((len(self.type.dims), 0))  # after the last dim
+        return {position: i for i, position in enumerate(every)}
+
+    @cached_property
+    def _before(self) -> NDArray[np.int64]:
+        """``[layouts, factors + 1]``: local elements of all factors before each, and of all."""
+        sizes = [f.size for dim in self.type.dims for f in (dim or (Factor("", 1),))]
+        local = np.tile(np.array(sizes, dtype=np.int64), (len(self.layouts), 1))
+        for i, layout in enumerate(self.layouts):
+            for placement, n in zip(layout, self.machine.sizes, strict=True):
+                if isinstance(placement, Split):
+                    local[i, self._column[placement.dim, placement.factor]] //= n
+        return np.cumprod(np.concatenate([np.ones((len(local), 1), dtype=np.int64), local], axis=1), axis=1)
+
+    def chunked_seconds(self, moves: Sequence[Move], chunks: Kinds = frozenset()) -> NDArray[np.float64]:
+        """``[2 + 3 axes, moves]``: at least what moves of a value take, one after the other, told apart.
+
+        Seconds of kernels, then of what collectives send on each axis, then on each axis of those that chunks of a
+        product hide at the most: all but the first chunk. Chunks need no exchange that only makes another dim the
+        first, nor copies. Then of messages on each axis, see `message_seconds`, which are among what is sent where
+        there are chunks; and in the end of waits.
+
+        Args:
+            moves: in their order.
+            chunks: kinds of collectives beside which there is a product of their rows.
+        """
+        axes = len(self.machine.sizes)
+        found = np.zeros((2 + 3 * axes, len(moves)))
+        found[0], found[-1] = self.local_seconds(moves), self.waits(moves)
+        sent, messages = self.sent_seconds(moves), self.message_seconds(moves)
+        for i, move in enumerate(moves):
+            found[1 + move.axis, i], found[1 + 2 * axes + move.axis, i] = sent[i] - messages[i], messages[i]
+        if not chunks:
+            return found
+        units = [self._units(move, chunks) for move in moves]
+        gone: set[int] = set()
+        for i, (move, then) in enumerate(itertools.pairwise(moves)):
+            joined = self._joined_units(move, then, chunks)
+            if joined:
+                exchange = i if move.kind == "all_to_all" else i + 1
+                gone.add(exchange)
+                units[2 * i + 1 - exchange] = joined
+        for i, move in enumerate(moves):
+            if i in gone:
+                found[:, i] = 0
+            elif units[i] > 1:
+                size, link = self._moved_bytes(move), self.machine.links[move.axis]
+                first = float(COLLECTIVES[move.collective](size / units[i], self.machine.sizes[move.axis], link))
+                first = min(first + self.machine.device.launch, float(sent[i]))
+                found[1 + axes + move.axis, i] = sent[i] - first
+                found[0, i], found[1 + move.axis, i], found[1 + 2 * axes + move.axis, i] = 0, first, 0
+        return found
+
+    def _units(self, move: Move, chunks: Kinds) -> int:
+        """Into how many pieces chunks may cut a move's collective; 0: it stays whole."""
+        if move.kind not in chunks or self.machine.sizes[move.axis] == 1:
+            return 0
+        return PIECES if move.kind == "all_reduce" else self._blocks(move.source, move.target, move.axis)
+
+    def _joined_units(self, move: Move, then: Move, chunks: Kinds) -> int:
+        """The same of two moves, one of which only exchanges blocks for the other, which is then left out."""
+        gathers = (move.kind, then.kind) == ("all_to_all", "all_gather")
+        if move.axis != then.axis or move.target != then.source or self.machine.sizes[move.axis] == 1:
+            return 0
+        if not gathers and (move.kind, then.kind) != ("reduce_scatter", "all_to_all"):
+            return 0
+        kind = then.kind if gathers else move.kind
+        return self._blocks(move.source, then.target, move.axis) if kind in chunks else 0
+
+    def _blocks(self, source: Layout, target: Layout, axis: int) -> int:
+        """Local blocks of what is outside of the factor that an axis splits before or after a move."""
+        split, layout = (source[axis], source) if isinstance(source[axis], Split) else (target[axis], target)
+        others = [p for i, p in enumerate(layout) if i != axis and self.machine.sizes[i] > 1 and isinstance(p, Split)]
+        if type(split) is not Split or any(type(p) is not Split or p == split for p in others):
+            return 0
+        blocks = self._outer(layout, split)
+        # Of one axis alone, which stands for a mesh of several: others may split the blocks.
+        return min(blocks, MOST_UNITS) if 2 <= blocks <= MOST_UNITS or len(layout) == 1 else 0
+
+
+def _without_latency(link: Link) -> Link:
+    return replace(link, latency=1e-30)

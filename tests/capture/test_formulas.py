@@ -1,0 +1,72 @@
+"""Functions of torch that are traced by their formulas, and what graphs of single calls of torch have shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autopar
+from autopar.capture import capture
+
+TOLERANCE = 1e-9
+
+ROWS, CLASSES = 8, 4
+
+
+class Call(nn.Module):
+    """A function of a batch [row, class] and of a linear layer of it."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.linear = function, nn.Linear(CLASSES, CLASSES, dtype=torch.float64)
+        self.weight = nn.Parameter(torch.randn(CLASSES, CLASSES, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x), x, self.weight)
+
+
+def _behind_the_end(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    named = torch.tensor([[2, -1, 0, 0]] * (ROWS - 1) + [[1, 3, 0, 2]])
+    return functional.multilabel_margin_loss(y, named, reduction="none")
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "labels behind the first -1": _behind_the_end,
+    "covariance": lambda y, x, weight: torch.cov(y.T),
+    "weighted covariance": lambda y, x, weight: y.T.cov(aweights=x[:, 0].abs(), fweights=torch.arange(1, ROWS + 1)),
+    "correlation": lambda y, x, weight: torch.corrcoef(y.T),
+    "variances": lambda y, x, weight: functional.gaussian_nll_loss(y, x, x.square(), full=True, reduction="none"),
+    "variance of a row": lambda y, x, weight: functional.gaussian_nll_loss(y, x, y[:, 0].square()),
+    "one matrix, many right sides": lambda y, x, weight: torch.linalg.solve(weight + 3, y.unsqueeze(-1)),
+    "eigenvalues, whose gradient checks a matrix": lambda y, x, weight: y @ torch.linalg.eig(weight)[0].abs(),
+    "mean of a scalar's dim": lambda y, x, weight: y * functional.cosine_similarity(weight[0, 0], weight[1, 0], dim=0),
+    "largest of a scalar": lambda y, x, weight: y * weight[0, 0].topk(1).values,
+    "scalars at an index": lambda y, x, weight: y * weight[0, 0].gather(0, torch.zeros(1, dtype=torch.int64)),
+    # A gradient that is of parameters alone, and gathered.
+    "linear in parameters": lambda y, x, weight: y.sum() * 0 + (weight * torch.arange(CLASSES)).sum().reshape(1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_equal_to_eager(name: str) -> None:
+    batch = torch.randn(ROWS, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def loss(output: Tensor, batch: object) -> Tensor:
+        return (output * torch.arange(1, output.numel() + 1).view(output.shape)).sum()
+
+    report = autopar.verify(Call(CALLS[name]), (batch,), {"a": 2, "b": 2}, plan="random", loss_fn=loss)
+    assert report.max_error < TOLERANCE
+
+
+def test_negative_variances_are_refused() -> None:
+    def negative(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.gaussian_nll_loss(y, x, x)
+
+    (check,) = capture(Call(negative), (torch.ones(ROWS, CLASSES, dtype=torch.float64),)).state.checks
+    with pytest.raises(ValueError, match=r"gaussian_nll_loss was given negative variances, at .*formulas\.py:\d+;"):
+        check([torch.tensor(1)] * 9)

@@ -1,0 +1,144 @@
+"""Contracts: `DTensor`, its specs, placements and operators."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autopar import _torch_compat as compat
+
+aten = torch.ops.aten
+
+
+def test_dtensor_overloads() -> None:
+    known = compat.dtensor_overloads()
+    assert {"aten.mm.default", "aten.add.Tensor", "aten.sum.dim_IntList"} <= known
+    assert "docs.none.default" not in known
+
+
+def test_dtensor_spec_can_be_replaced_in_place(fake_group: object) -> None:
+    """`lay_out` gives a parameter another local tensor and spec; the object stays."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    x = nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()], run_check=False))
+    meta = compat.TensorMeta(torch.Size((4, 2)), (2, 1), torch.float32)
+    spec = compat.DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+    x._local_tensor, x._spec = torch.zeros(2, 2), spec
+    assert x.placements == (Shard(0),)
+    assert tuple(x.shape) == (4, 2)
+    assert tuple(x.to_local().shape) == (2, 2)
+
+
+def test_strided_shard() -> None:
+    placement = compat.StridedShard(0, split_factor=3)
+    assert placement.dim == 0
+    assert placement.split_factor == 3
+    assert isinstance(placement, compat.StridedShard)
+
+
+def test_a_strided_shard_that_is_no_order_of_splits_is_whole_again(fake_group: object) -> None:
+    """Torch 2.11 fails where ``split_factor`` is no size of a mesh axis; the others compute what they would anyway."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole, placement = torch.arange(6.0), compat.StridedShard(0, split_factor=3)
+    meta = compat.TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = compat.spec_in(mesh, [placement], meta)
+    assert spec.placements == (placement,)
+    tensor = DTensor(whole[::2].clone(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    found = compat.redistributed(tensor, mesh, [Replicate()])
+    # The fake group's gather leaves zeros or copies; the shape and the placements are the planner's.
+    assert (found.placements, tuple(found.to_local().shape)) == ((Replicate(),), (6,))
+
+
+def test_overflow_is_looked_for_in_gradients_of_every_layout(fake_group: object) -> None:
+    """Torch lets a handler take the place of its own, which reduces over the axes that split the first gradient."""
+    unscale = aten._amp_foreach_non_finite_check_and_unscale_.default
+    assert callable(DTensor._op_dispatcher._custom_op_handlers[unscale])
+    compat.reduce_found_inf_over_every_gradient()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    gradients = [DTensor.from_local(torch.ones(2), mesh, [p], run_check=False) for p in (Replicate(), Shard(0))]
+    for value, expected in ((4.0, 0.0), (float("inf"), 1.0)):
+        gradients[1].to_local().fill_(value)
+        found = torch.zeros(1)
+        unscale(gradients, found, torch.full((1,), 0.5))
+        assert float(found) == expected
+    assert gradients[0].to_local().tolist() == [0.25, 0.25]
+
+
+def test_classes_of_tensors_in_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has two lists of exact classes: of parameters that optimizers take in lists, and of what norms are of."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for module in (optimizer, _foreach_utils):
+        monkeypatch.setattr(module, "_foreach_supported_types", [*module._foreach_supported_types])
+    monkeypatch.setattr(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+
+    class Held(torch.Tensor):
+        pass
+
+    held = [torch.ones(2).as_subclass(Held), nn.Parameter(torch.ones(2))]
+    for known in (False, True, True):
+        assert optimizer._default_to_fused_or_foreach(held, False) == (False, known)
+        assert optimizer._default_to_fused_or_foreach(held, False, use_fused=True) == (known, False)
+        assert _foreach_utils._has_foreach_support(held[:1], torch.device("cpu")) == known
+        compat.take_in_foreach(Held)
+    assert _foreach_utils._foreach_supported_types.count(Held) == 1
+
+
+def test_what_is_assigned_to_a_dtensor_is_converted(fake_group: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Properties of a class of Python come before those of the class of tensors; others stay as torch's."""
+    for name in ("data", "grad"):  # whatever has been put there before is back afterwards
+        monkeypatch.setattr(DTensor, name, getattr(DTensor, name))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+
+    def parameter(value: float) -> nn.Parameter:
+        return nn.Parameter(DTensor.from_local(torch.full((2, 2), value), mesh, [Shard(0)], run_check=False))
+
+    ours, other = parameter(0.0), parameter(0.0)
+
+    def convert(tensor: object, value: torch.Tensor, what: str) -> torch.Tensor | None:
+        return parameter(float(value[0, 0]) + len(what)).detach() if tensor is ours else None
+
+    compat.convert_assigned(convert)
+    ours.data = torch.ones(4, 2)
+    assert float(ours.to_local()[0, 0]) == 5
+    ours.grad = torch.ones(4, 2)
+    assert isinstance(ours.grad, DTensor)
+    assert float(ours.grad.to_local()[0, 0]) == 5
+    ours.grad = None
+    assert ours.grad is None
+    other.data, other.grad = parameter(2.0).detach(), parameter(3.0).detach()
+    assert float(other.grad.to_local()[0, 0]) == 3
+    assert float(other.to_local()[0, 0]) == 0  # torch's: what `convert_assigned` is for
+
+
+def test_items_of_what_is_not_reduced_are_refused(fake_group: object) -> None:
+    """Torch lets a handler take the place of its own ``item()``, which gives this rank's term."""
+    compat.refuse_items_of_unreduced()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    split = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], run_check=False)
+    with pytest.raises(RuntimeError, match="would be this rank's term"):
+        split.norm().item()
+    whole = DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()], run_check=False)
+    assert whole.sum().item() == 8
+    assert float(whole.sum()) == 8
+
+
+def test_local_shapes(fake_group: object) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    assert compat.local_shape_of((5, 2), mesh, (Shard(0),)) == (3, 2)
+    assert compat.local_shape_of((6, 2), mesh, (compat.StridedShard(0, split_factor=3),)) == (3, 2)
+    assert compat.local_shape_of((5, 2), mesh, (Replicate(),)) == (5, 2)
+
+
+def test_context_parallel_internals() -> None:
+    """What `benchmarks/axes_beside.py` takes of it, and that kernels of a CPU are not in its table, as it says."""
+    rings = compat.context_parallel_internals()
+    for ring, own in ((rings._templated_ring_attention, ()), (rings._templated_ring_attention_backward, ("grad_out",))):
+        assert {"group", "seq_dim", "op", "query", "key", "value", "is_causal", *own} <= {*signature(ring).parameters}
+    assert callable(rings.set_rotate_method)
+    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default not in rings.custom_ops

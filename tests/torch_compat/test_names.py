@@ -1,0 +1,32 @@
+"""Every private part of torch that autopar uses has a contract in a file here: when one breaks, it says which."""
+
+from __future__ import annotations
+
+from autopar import _torch_compat as compat
+
+
+def test_every_name_has_a_contract() -> None:
+    tested = {
+        "BatchNorm", "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
+        "StridedShard", "TensorMeta",
+        "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "attention_kernel",
+        "below_autograd",
+        "budget_partition",
+        "checkpoint_replaced", "compiling", "context_parallel_internals",
+        "convert_assigned", "default_partition", "dtensor_overloads",
+        "flex_attention_as",
+        "forget_fake_results", "forget_source_with",
+        "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interpreted",
+        "interpreter_takes", "interpreting", "interrupt_gloo", "is_all_true", "is_boxed",
+        "is_traced", "is_transformed", "local_shape_of",
+        "masks_as_they_are", "new_fake_results", "number_of_groups", "operator_database", "pipeline_runtime",
+        "put_around_collectives", "pytree_node", "recurrent_dropout", "redistributed",
+        "resampling_as_operators",
+        "reduce_found_inf_over_every_gradient",
+        "refuse_items_of_unreduced", "said_by_kernel", "scaled_mm", "selective_policy", "set_group_timeout",
+        "spec_in",
+        "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
+        "traced_root",
+        "tracing", "without_modes", "without_ordered_effects",
+    }  # fmt: skip
+    assert set(compat.__all__) == tested
