@@ -46,7 +46,7 @@ ROW_MAJOR_RESULTS = frozenset({
     aten.stack.default, aten.topk.default, aten.tril.default, aten.triu.default, aten.full.default, aten.zeros.default,
     aten.ones.default, aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default,
     aten.eye.default, cross_entropy.cross_entropy, cross_entropy.cross_entropy_backward,
-    float8.scale, float8.quantize, float8.product,
+    float8.scale, float8.quantize, float8.product, float8.amax, float8.delayed_scale,
     float8.block_scale, float8.block_quantize, float8.block_product,
     routing.sort_by_expert, routing.route, routing.collect, routing.group_ends, routing.add_by_expert,
     c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
