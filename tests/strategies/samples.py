@@ -161,6 +161,7 @@ def view() -> Iterator[Sample]:
     yield call(aten.unfold_backward.default, x(2, 2, 2, 4), [2, 8, 2], 1, 4, 4)
     yield call(aten.unfold_backward.default, x(2, 3, 4), [2, 8], 1, 4, 2)
     yield call(aten.unfold_backward.default, x(1, 1, 3, 2), [1, 2, 3], 1, 2, 1)
+    yield call(aten.unfold_backward.default, x(1, 3, 4), [2, 8], 1, 4, 2)
     yield call(aten.unfold_backward.default, x(1), [], 0, 1, 1)
     yield call(aten.view_as_real.default, torch.complex(x(4, 2), x(4, 2)))
     yield call(aten.view_as_complex.default, x(4, 2, 2))

@@ -31,7 +31,7 @@ from autopar.ir.program import Program
 from autopar.ir.quantized.operators import QUANTIZERS
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Rule, Spec, find_rule, required_strides
 from autopar.rules.shapes.kernel_shapes import called, make, with_required_strides
-from autopar.rules.strides import meets
+from autopar.rules.strides import meets, with_strides
 
 aten = torch.ops.aten
 
@@ -194,6 +194,8 @@ def _is_line(node: fx.Node) -> bool:
 
 def has_strides(node: fx.Node, need: str, known: Collection[fx.Node] | None) -> bool:
     """Whether a value is known to have the strides that a kernel asks for; none is where ``known`` is None."""
+    if node.target is with_strides and node.args[1] == need:
+        return True
     if known is None:
         return False
     # Of outputs with heads in any order the last dim is known all the same.
