@@ -8,7 +8,7 @@ between the last plan that does and the first that does not is bisected.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import LAGRANGIAN, Plan
 from autopar.search.budget.budget_problem import BudgetProblem, missing, peak_bytes
-from autopar.search.budget.lagrangian import solve
 from autopar.search.budget.layer_groups import in_groups
 from autopar.search.budget.memory_constraint import MemoryConstraint
 from autopar.search.budget.pareto import MAX_PRICES, Frontier, states_within, within
@@ -40,9 +39,6 @@ NEAR = 1.5
 HOPELESS = 1.25
 """Where the plan of least memory needs this multiple of the budget, no more is tried: of a pipeline stage at once, else
 where a further constraint leads to no less, or nothing is in flight."""
-
-SMALL = 1500
-"""Problems of at most this many labels go to the ILP with the memory constraint, where multipliers leave a gap."""
 
 
 def lesser(a: Plan | None, b: Plan) -> Plan:
@@ -244,9 +240,6 @@ def best_within(
     mix = within(frontier, memory, counts, alike, searched.job.progress, MAX_PRICES if first else MORE_PRICES)
     if mix.cost - frontier.bound(memory) <= limits.gap * mix.cost:
         return mix
-    if sum(len(n.cost) for n in built.problem.nodes) <= SMALL:
-        exact = solve(built.problem, budget=memory, gap=limits.gap, time_limit=searched.seconds)
-        return replace(LayerMix.of(exact), price=mix.price) if exact.objective < mix.cost else mix
     if counts.max() == 1:  # no layers to split over, so that multipliers do not reach what lies between two of them
         return in_groups(built.problem, alike(mix.labelings[-1]), counts, memory, mix, limits.gap)
     return mix

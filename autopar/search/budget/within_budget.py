@@ -112,9 +112,9 @@ def _fitting(searched: BudgetProblem, saved: MemoryConstraint, bound: float, met
     """The best plan whose graph fits, by constraints that are tightened until it does.
 
     The first constraints are about program points. Where these lead to no plan that fits, the next is about what is
-    saved for the backward pass; then gradients count, too; then operators may not work on so much at a time. What may
-    be offloaded counts little, so that such a constraint says little about short live ranges: where it leads to no plan
-    in half of the time, everything stays on the device.
+    saved for the backward pass; then operators may not work on so much at a time. What may be offloaded counts little,
+    so that such a constraint says little about short live ranges: where it leads to no plan in half of the time,
+    everything stays on the device.
 
     Args:
         searched: what is searched.
@@ -128,7 +128,7 @@ def _fitting(searched: BudgetProblem, saved: MemoryConstraint, bound: float, met
     memory = searched.job.memory
     assert memory is not None
     points = _at_program_points(searched, saved)
-    constraints = [*points, saved, saved.narrowed(replace(saved.memory, state=searched.state_and_gradients))]
+    constraints = [*points, saved]
     on_device = [_on_device(c, searched.limits) for c in constraints] if searched.offload else []
     for claim in (c.frontier.claim(c.budget) for c in points if c.relaxed):
         searched.claims.append(claim)
