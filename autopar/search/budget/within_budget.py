@@ -160,6 +160,7 @@ def _fitting(searched: BudgetProblem, saved: MemoryConstraint, bound: float, met
             break
         if not constraints and not on_device and (better or not capped) and not searched.limits.expired():
             # What is left over is transient: half of what the largest operator works on may not be live at a time.
+            # A tiny ViT on 4, 1% above the least memory, takes 4.55 ms with this and 5.23 without.
             smaller = saved.narrowed(replace(saved.memory, working=working / 2))
             constraints.append(_on_device(smaller, searched.limits))
             capped = True
