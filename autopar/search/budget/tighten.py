@@ -8,7 +8,7 @@ between the last plan that does and the first that does not is bisected.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import LAGRANGIAN, Plan
 from autopar.search.budget.budget_problem import BudgetProblem, missing, peak_bytes
-from autopar.search.budget.lagrangian import solve
 from autopar.search.budget.layer_groups import in_groups
 from autopar.search.budget.memory_constraint import MemoryConstraint
-from autopar.search.budget.pareto import MAX_PRICES, Frontier, states_within, within
+from autopar.search.budget.pareto import MAX_PRICES, Frontier, within
 from autopar.search.budget.use_slack import use_slack
 from autopar.search.formulation.build import Formulation
 from autopar.search.solver.layer_mix import LayerMix
@@ -34,15 +33,9 @@ ROUNDS, BETTER = 8, 1
 CLOSE = 0.97
 """A plan that uses this share of the budget is not improved by loosening its constraint again."""
 
-NEAR = 1.5
-"""Where no plan fits and one needs less than this multiple of the budget, its layouts are kept and states change."""
-
 HOPELESS = 1.25
 """Where the plan of least memory needs this multiple of the budget, no more is tried: of a pipeline stage at once, else
 where a further constraint leads to no less, or nothing is in flight."""
-
-SMALL = 1500
-"""Problems of at most this many labels go to the ILP with the memory constraint, where multipliers leave a gap."""
 
 
 def lesser(a: Plan | None, b: Plan) -> Plan:
@@ -95,9 +88,7 @@ def tightened(
             break
         before = mix.cost, mix.memory
         room = tries.next_room(mix, size, frontier)
-    if tries.best is None and searched.whole:  # pipelines are many
-        tries.keep_layouts(frontier, bound)
-    plan = tries.result(frontier, bound)
+    plan = tries.result(bound)
     working = [v.working[x] for v, x in zip(built.variables, mix.labelings[0], strict=True) if v.working is not None]
     return plan, bound, float(max(working))
 
@@ -114,7 +105,6 @@ class _Tightening:
         best: the fastest plan whose graph fits.
         mix: its solution.
         least: the plan that needs least.
-        least_of: its solution.
         fitting: the most bytes, as the constraint counts, of a plan whose graph fits.
         failing: the fewest of one whose graph does not.
     """
@@ -126,7 +116,6 @@ class _Tightening:
     best: Plan | None = None
     mix: LayerMix | None = None
     least: Plan | None = None
-    least_of: LayerMix | None = None
     fitting: float = -math.inf
     failing: float = math.inf
 
@@ -156,8 +145,6 @@ class _Tightening:
         """The peak of a solution's plan, which is remembered if it is the best or the least so far."""
         plan, enough = self.searched.measured(self.searched.plan(self.built, mix, bound, self.method))
         self.least = lesser(self.least, plan)
-        if self.least is plan:
-            self.least_of = mix
         if enough:
             if self.best is None or mix.cost < self.best.certificate.objective:
                 self.best, self.mix = plan, mix
@@ -175,34 +162,12 @@ class _Tightening:
             room = (self.fitting + self.failing) / 2 if np.isfinite(self.fitting) else self.failing * CLOSE
         return room
 
-    def keep_layouts(self, frontier: Frontier, bound: float) -> None:
-        """Look for a plan that fits among those with the layouts of the one that needs least, if it is near enough.
-
-        A tighter constraint often has a best plan of other layouts, which work on more at a time. Under the same
-        layouts, saving less takes less.
-        """
-        start = self.least_of
-        if start is None or self.least is None or peak_bytes(self.least) > NEAR * self.memory:
-            return
-        counts = np.array([v.count for v in self.built.variables])
-        chosen = same_candidates(self.built, self.built, start.labelings[-1])
-        room = start.memory + self.memory - peak_bytes(self.least)
-        self.failing = start.memory  # of plans with these layouts
-        for _ in range(ROUNDS):
-            mix = None if self.searched.limits.expired() else states_within(frontier, chosen, room, counts)
-            if mix is None:
-                return
-            size = self.measure(mix, bound)
-            if CLOSE * self.memory <= size <= self.memory or self.failing - self.fitting < (1 - CLOSE) * self.memory:
-                return
-            room = self.next_room(mix, size, frontier)
-
-    def result(self, frontier: Frontier, bound: float) -> Plan:
+    def result(self, bound: float) -> Plan:
         """The fastest plan that fits, with the budget's slack used; else the one that needs least."""
-        if self.best is None:
-            found = remembered_plan(self.searched, self.built, frontier, self.failing, bound, self.method)
-            return found if self.least is None else lesser(found, self.least)
-        if self.mix is None or not self.searched.whole:  # pipelines are many
+        if self.best is None or self.mix is None:
+            assert self.least is not None  # something was measured
+            return self.least
+        if not self.searched.whole:  # pipelines are many
             return self.best
         return use_slack(self.searched, self.built, self.mix, self.best, bound, self.method)
 
@@ -210,25 +175,6 @@ class _Tightening:
 def least_mix(frontier: Frontier) -> LayerMix:
     """All members in the state of least memory."""
     return LayerMix.of(frontier.least())
-
-
-def remembered_plan(
-    searched: BudgetProblem, built: Formulation, frontier: Frontier, memory: float, bound: float, method: str
-) -> Plan:
-    """Of the points found with less than ``memory`` bytes, the cheapest whose graph fits; or the one that needs least.
-
-    A constraint says little of what is transient: its best plan may not fit while a point with less memory, known
-    already, does. To measure one takes less time than another multiplier.
-    """
-    below = {(p.objective, p.memory): p for _, p in frontier.known if p.memory < memory}
-    found: Plan | None = None
-    for point in sorted(below.values(), key=lambda p: p.objective) or [frontier.least()]:
-        plan, enough = searched.measured(searched.plan(built, LayerMix.of(point), bound, method))
-        if enough:
-            return plan
-        found = lesser(found, plan)
-    assert found is not None
-    return found
 
 
 def best_within(
@@ -244,9 +190,6 @@ def best_within(
     mix = within(frontier, memory, counts, alike, searched.job.progress, MAX_PRICES if first else MORE_PRICES)
     if mix.cost - frontier.bound(memory) <= limits.gap * mix.cost:
         return mix
-    if sum(len(n.cost) for n in built.problem.nodes) <= SMALL:
-        exact = solve(built.problem, budget=memory, gap=limits.gap, time_limit=searched.seconds)
-        return replace(LayerMix.of(exact), price=mix.price) if exact.objective < mix.cost else mix
     if counts.max() == 1:  # no layers to split over, so that multipliers do not reach what lies between two of them
         return in_groups(built.problem, alike(mix.labelings[-1]), counts, memory, mix, limits.gap)
     return mix
