@@ -39,6 +39,8 @@ from autopar.sharding.redistribute import Tables
 from autopar.sharding.redistribute.moves import Machine
 from tests import models as zoo
 
+aten = torch.ops.aten
+
 CLUSTER = Cluster.preset("cpu")
 CERTIFICATE = Certificate(0.0, 0.0, "drawn", "drawn")
 
@@ -158,9 +160,11 @@ MORE = [
 
 
 def at_operator(held: list[Held], node: fx.Node) -> list[Held]:
-    return [
-        m for m in held if (m.path, m.backward, m.operator) == (module_path(node), is_backward(node), str(node.target))
-    ]
+    here = [m for m in held if (m.path, m.backward) == (module_path(node), is_backward(node))]
+    # A product and its bias are one kernel.
+    parts = (aten.mm.default, aten.add.Tensor)
+    joined = [m for m in here if m.operator == str(aten.addmm.default) and node.target in parts]
+    return [m for m in here if m.operator == str(node.target)] or joined
 
 
 @pytest.mark.parametrize(
