@@ -62,7 +62,7 @@ def emulate(
     groups = {name: _groups(ranks, axis) for axis, name in enumerate(names)}
     environment: dict[fx.Node, list[Any]] = dict(zip(program.placeholders, map(list, inputs), strict=True))
     if draw is not None:
-        environment = {node: [random_strides(v, draw) for v in values] for node, values in environment.items()}
+        environment = {node: [_restrided(v, draw) for v in values] for node, values in environment.items()}
     # Values of all ranks are in one memory: each is freed after its last use.
     dead_after = _last_uses(program.graph.graph)
     with torch.no_grad():
