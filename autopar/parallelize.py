@@ -19,8 +19,9 @@ from autopar.costs.calibrate.allocator import keep_freed_memory
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import parse_bytes
 from autopar.errors import PlanError
+from autopar.ir.ops.float8.histories import register
 from autopar.ir.plan import Plan
-from autopar.ir.precision import Precision
+from autopar.ir.precision import DELAYED, Precision
 from autopar.ir.signature.outputs import Loss
 from autopar.module.lengths import Lengths, lengths_kind, plan_ahead
 from autopar.module.metrics import watch
@@ -143,6 +144,7 @@ def parallelize(
     # After the checks above: their errors leave the model as it was.
     if policy is not None:
         _store_in(policy, model)
+        _with_histories(policy, model, context.device)
     machine.require_mesh(dict(context.axes))
     budget = default_budget(context, machine) if memory is None else parse_bytes(memory)
     options = CompileOptions(
@@ -203,6 +205,14 @@ def _store_in(policy: Precision, model: nn.Module) -> None:
     """Store parameters in the dtype in which a policy updates them."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
+
+
+def _with_histories(policy: Precision, model: nn.Module, device: torch.device) -> None:
+    """Buffers for what delayed scaling remembers; before the first call, so that a checkpoint can be loaded by then."""
+    linear = policy.linear
+    if linear is not None and linear.scaling == DELAYED:
+        dtype = torch.float64 if policy.compute == torch.float64 else torch.float32
+        register(model, linear.exclude, linear.history, dtype, device)
 
 
 def _make_ready(

@@ -16,6 +16,7 @@ from autopar.ir.program import Program
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.collectives.bucket_collectives import bucket_collectives
 from autopar.passes.collectives.chunk_collectives import chunk_collectives
+from autopar.passes.collectives.join_maxima import join_maxima
 from autopar.passes.collectives.overlap_collectives import overlap_collectives
 from autopar.passes.collectives.send_rounded_numbers import send_rounded_numbers
 from autopar.passes.collectives.send_whole_numbers import send_whole_numbers
@@ -58,6 +59,7 @@ PASSES: tuple[Pass, ...] = (
     draw_in_attention,
     assign_stages,
     insert_offload,
+    join_maxima,
     bucket_collectives,
     eliminate_dead_code,
     scatter_sends,
@@ -83,6 +85,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     draw_in_attention,
     assign_stages,
     insert_offload,
+    join_maxima,
     bucket_collectives,
     eliminate_dead_code,
     scatter_sends,

@@ -92,7 +92,7 @@ class _Call:
         else:
             stride, low, dilation, transposed, more, groups = args
             high = low
-        lists = [[_at(n, i) for i in range(count)] for n in (stride, low, high, dilation)]
+        *lists, more = [[_at(n, i) for i in range(count)] for n in (stride, low, high, dilation, more)]
         windows = tuple(_Window(weight.shape[2 + i], *(n[i] for n in lists)) for i in range(count))
         return _Call(windows, (*lists, transposed, more, groups), different)
 

@@ -164,8 +164,24 @@ def float8_scale(x: Spec, dims: Sequence[int], format: str) -> Rule:
     return Rule(f"mk->{kept}", keep=among, lower=dict.fromkeys(among, SCALED), padded=padded)
 
 
+LARGEST = Lowering(lambda context, x: context.all_reduce(float8.amax(x), "max", joined=True))
+"""The largest entry of a whole tensor is the largest of its parts'."""
+
+
+@rule(float8.amax)
+def float8_amax(x: Spec) -> Rule:
+    """The largest entry: a maximum over the devices that share the tensor, see `autopar.passes.join_maxima`."""
+    return Rule("mk->11", keep="mk", lower=dict.fromkeys("mk", LARGEST), padded=dict.fromkeys("mk", Padding((0.0,))))
+
+
+@rule(float8.delayed_scale)
+def float8_delayed_scale(history: Spec, row: int, format: str) -> Rule:
+    """A scale of earlier steps; histories are on every device."""
+    return Rule("rs->11", blocked="rs")
+
+
 @rule(float8.quantize)
-def float8_quantize(x: Spec, scale: Spec, format: str) -> Rule:
+def float8_quantize(x: Spec, scale: Spec, format: str, delayed: bool = False) -> Rule:
     """Values over their scale, rounded."""
     shared = "".join(c if n != 1 else "1" for c, n in zip("mk", scale.shape, strict=True))
     # A zero is the byte zero, whatever its scale is; but a scale in the padding may be no number.

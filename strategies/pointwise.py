@@ -165,8 +165,8 @@ rule(aten._prelu_kernel.default)(pointwise(_always(())))
 
 
 @rule(torch.ops.autopar.accumulate.default)
-def accumulate(term: Spec) -> Rule:
-    """A sum of sums over devices is the same in either order."""
+def accumulate(term: Spec, op: str = "sum") -> Rule:
+    """A sum of sums over devices is the same in either order; a maximum of sums is not."""
     # Partial terms may be accumulated and reduced once, after the last microbatch.
     names = letters(term.ndim) or "."
-    return Rule(f"{names}->{names}", linear=((0,),))
+    return Rule(f"{names}->{names}", linear=((0,),) if op == "sum" else ())

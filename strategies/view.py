@@ -359,7 +359,12 @@ def unfold_backward(gradient: Spec, input_sizes: Sequence[int], dim: int, size: 
         return Rule("1->.", linear=ONE, shapes=(1,))
     forward = unfold(Spec(tuple(input_sizes)), dim, size, step)
     whole, windows = forward.equation.split("->")
-    return replace(forward, equation=f"{windows}->{whole}", shapes=(1,), view=False)
+    # Windows of one sample serve all, as those of istft do.
+    other = [d for d in range(len(input_sizes)) if d != dim % len(input_sizes)]
+    shared = "".join(letters(len(input_sizes))[d] for d in other if gradient.shape[d] != input_sizes[d])
+    left = "".join("1" if c in shared else c for c in windows)
+    blocked = forward.blocked + shared
+    return replace(forward, equation=f"{left}->{whole}", blocked=blocked, shapes=(1,), view=False)
 
 
 @rule(aten.repeat.default)

@@ -8,14 +8,14 @@ import torch
 
 _NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-TENSORWISE, ROWWISE, BLOCKS = SCALINGS = ("tensorwise", "rowwise", "mxfp8")
+TENSORWISE, ROWWISE, BLOCKS, DELAYED = SCALINGS = ("tensorwise", "rowwise", "mxfp8", "delayed")
 """What has one scale in a float8 product: each operand, each row of the left and column of the right one, or every 32
-numbers of these."""
+numbers of these; ``delayed``: each operand, by what it was in earlier steps."""
 
 
 @dataclass(frozen=True)
 class Float8:
-    """Linear layers whose matrix products take float8 operands, with scales of the very values (current scaling).
+    """Linear layers whose matrix products take float8 operands, with scales of the very values, or of earlier steps'.
 
     Values and weights are rounded to ``e4m3``, gradients to ``e5m2``, and products accumulate in float32, as in P.
     Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433. A linear layer is a product
@@ -26,15 +26,19 @@ class Float8:
 
     Attributes:
         scaling: ``tensorwise``, one scale of each operand; ``rowwise``, one of each row of what is summed over;
-            ``mxfp8``, a power of two for every 32 numbers of such a row, which must divide into these.
+            ``mxfp8``, a power of two for every 32 numbers of such a row, which must divide into these; ``delayed``, one
+            scale of each operand, by the largest entry that it had in any of the last ``history`` steps. Where that is
+            not known, or zero, the scale is 1.
         exclude: patterns of names of parameters (``"lm_head.*"``) whose layers compute as without it.
+        history: of ``delayed``: how many steps count; of the other scalings nothing.
 
     Raises:
-        ValueError: there is no such scaling, or a pattern is no text.
+        ValueError: there is no such scaling, a pattern is no text, or the history is no whole number from 1 on.
     """
 
     scaling: str = TENSORWISE
     exclude: tuple[str, ...] = ()
+    history: int = 16
 
     def __post_init__(self) -> None:
         """Refuse what does not exist."""
@@ -42,15 +46,22 @@ class Float8:
             raise ValueError(f"Float8(scaling={self.scaling!r}): expected one of {', '.join(SCALINGS)}")
         if not isinstance(self.exclude, tuple) or not all(isinstance(p, str) and p for p in self.exclude):
             raise ValueError(f"Float8(exclude={self.exclude!r}): expected a tuple of patterns, such as ('lm_head.*',)")
+        if not isinstance(self.history, int) or isinstance(self.history, bool) or self.history < 1:
+            raise ValueError(f"Float8(history={self.history!r}): expected a number of steps, such as 16")
+        if self.scaling != DELAYED and self.history != Float8.history:
+            raise ValueError(f"Float8(history={self.history}): only scaling='delayed' looks back; leave history out")
 
     def __str__(self) -> str:
         """``fp8, tensorwise scaling of current values``."""
         but = f", without {', '.join(self.exclude)}" if self.exclude else ""
-        scaled = "mxfp8, a scale for every 32 values" if self.scaling == BLOCKS else f"fp8, {self.scaling} scaling"
-        return f"{scaled}{' of current values' if self.scaling != BLOCKS else ''}{but}"
+        scaled = {
+            BLOCKS: "mxfp8, a scale for every 32 values",
+            DELAYED: f"fp8, delayed scaling by the last {self.history} steps",
+        }.get(self.scaling, f"fp8, {self.scaling} scaling of current values")
+        return f"{scaled}{but}"
 
 
-_FLOAT8 = {"fp8": Float8(), "mxfp8": Float8(BLOCKS), **{f"fp8-{s}": Float8(s) for s in (TENSORWISE, ROWWISE)}}
+_FLOAT8 = {"fp8": Float8(), "mxfp8": Float8(BLOCKS), **{f"fp8-{s}": Float8(s) for s in (TENSORWISE, ROWWISE, DELAYED)}}
 
 NAMES = (*_NAMES, *_FLOAT8)
 """What `Precision.resolve` knows by name."""
@@ -91,7 +102,8 @@ class Precision:
     def resolve(value: Precision | str | torch.dtype | None) -> Precision | None:
         """A policy from itself, or from the dtype to compute in (``"bf16"``, ``torch.bfloat16``); None for none.
 
-        ``"fp8"``, ``"fp8-rowwise"`` and ``"mxfp8"`` compute in bfloat16, with linear layers in float8.
+        ``"fp8"``, ``"fp8-rowwise"``, ``"fp8-delayed"`` and ``"mxfp8"`` compute in bfloat16, with linear layers in
+        float8.
 
         Raises:
             ValueError: nothing of that kind.

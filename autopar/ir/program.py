@@ -26,12 +26,19 @@ from autopar.ir.graph import (
 from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.attention import attention_drawing, is_kept_only
+from autopar.ir.ops.float8 import amax
 from autopar.ir.ops.random import replayed, seeded
 from autopar.ir.signature.floats import Guard
 from autopar.ir.signature.outputs import Total
 from autopar.ir.structure import output_types, structure_of
 
 GRADIENTS = ("gradient", "input_gradient")
+"""Kinds of outputs that are gradients."""
+
+RECORDED = "recorded"
+"""Kind of an output of the backward pass that a history gets, see `autopar.ir.ops.float8.delayed`."""
+
+OF_BACKWARD = (*GRADIENTS, RECORDED)
 """Kinds of outputs that the backward pass makes."""
 
 
@@ -53,8 +60,10 @@ class Output:
     """What an output of the graph is: a ``buffer``'s new value, a ``result`` of the model, or a gradient.
 
     Attributes:
-        kind: ``buffer``, ``result``, ``gradient`` of a parameter, or ``input_gradient`` of a batch tensor.
-        name: of the buffer or parameter; index of the result or of the batch tensor.
+        kind: ``buffer``, ``result``, ``gradient`` of a parameter, ``input_gradient`` of a batch tensor, or
+            ``recorded``, the largest entry of what a row of a history is of.
+        name: of the buffer or parameter; index of the result or of the batch tensor; of the history, its row and a
+            number, as in ``up.weight_amax_history:2:0``.
     """
 
     kind: str
@@ -304,7 +313,8 @@ class Program:
         for node, sources in self.sources.items():
             # Each microbatch draws numbers of its own.
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            varies = random or node.target is accumulate or is_backward(node) or node in self.pins
+            # What is recorded of a weight is returned once a step, from the stage that has the weight.
+            varies = random or node.target in (accumulate, amax) or is_backward(node) or node in self.pins
             if not varies and all(source in found for source, _ in sources):
                 found.add(node)
         return frozenset(found)

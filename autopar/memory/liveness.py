@@ -22,7 +22,7 @@ from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.rows import WRITES_ROWS, gather_rows_, new_rows, reduce_rows_, scatter_rows_
 from autopar.ir.ops.sequence.padded_convolution import padded_convolution, padded_convolution_backward
 from autopar.ir.plan import Plan
-from autopar.ir.program import GRADIENTS, Program, is_hoisted
+from autopar.ir.program import OF_BACKWARD, Program, is_hoisted
 from autopar.memory.peak_snapshot import LiveTensor, PeakSnapshot
 from autopar.rules.shapes.local_shapes import propagate
 
@@ -116,7 +116,7 @@ class _Liveness:
     def _earlier_results(self) -> Iterator[Change]:
         """Results of the microbatches before this one, which is the last."""
         for output, value in zip(self.program.outputs, self.program.output_values, strict=True):
-            if value is not None and output.kind not in GRADIENTS and output.name in self.part.results:
+            if value is not None and output.kind not in OF_BACKWARD and output.name in self.part.results:
                 yield Change(None, True, "results", float(value.meta["val"].nbytes * (self.part.count - 1)))
 
     def _boundary(self) -> dict[int, str]:
@@ -127,7 +127,7 @@ class _Liveness:
         for output, value in zip(program.outputs, program.output_values, strict=True):
             if value is not None:
                 # An input that is returned (a buffer written in place) stays an input: its memory is counted once.
-                category = "gradients" if output.kind in GRADIENTS else "results"
+                category = "gradients" if output.kind in OF_BACKWARD else "results"
                 found.setdefault(self._storage(value.meta["val"]), category)
         return found
 

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar._torch_compat import BoxedCodeGen, LazyGraphModule
 from autopar.ir.node_info import info
+from autopar.ir.ops import float8
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.program import Output, Program, is_hoisted
 from autopar.pipeline.forward_order import forward_nodes
@@ -382,8 +383,9 @@ def free_nodes(program: Program) -> set[fx.Node]:
         sources[node] = frozenset().union(*(sources[a] for a in node.all_input_nodes))
         heavy = getattr(node.target, "overloadpacket", None) in flop_registry
         one_source = all(a in found for a in node.all_input_nodes) and len(sources[node]) < 2
-        # A sum over microbatches has a state, which must be in one place.
-        if (one_source and not heavy and node.target is not accumulate) or is_hoisted(node):
+        # A sum over microbatches has a state, which must be in one place; what is recorded of a parameter is returned,
+        # and stages that do not have it would compute it, too.
+        if (one_source and not heavy and node.target not in (accumulate, float8.amax)) or is_hoisted(node):
             found.add(node)
     return found
 

@@ -416,8 +416,8 @@ def _tie_gradients(factors: FactorClasses, program: Program, values: Mapping[Val
     named = {(i.kind, i.name): n for i, n in by_input.items()}
     # Tied even where no operator connects both, such as through a custom autograd function.
     for output, value in zip(program.outputs, program.output_values, strict=True):
-        # A result without a tangent carries no gradient, and has nothing to be tied to.
-        source = named.get((kinds[output.kind], output.name))
+        # A result without a tangent carries no gradient, and has nothing to be tied to; nor has what is recorded.
+        source = named.get((kinds.get(output.kind, ""), output.name))
         if source is None or value is None:
             continue
         for a, b in zip(values[source, 0], values[producer(value)], strict=True):

@@ -27,6 +27,8 @@ from autopar.ir.node_info import info, set_info
 from autopar.ir.ops import exchange, routing
 from autopar.ir.ops.collectives import Collective, axis_index, c10d
 from autopar.ir.quantized.operators import from_blocks, sum_from_blocks, to_blocks
+from autopar.rules.rule import PAIRS
+from autopar.rules.strides import with_strides
 from autopar.sharding.redistribute.moves import (
     OWN_ROWS,
     PLACE_ROWS,
@@ -189,7 +191,9 @@ class MoveEmitter:
         return self._call(aten.contiguous.default, pairs)
 
     def _from_pairs(self, received: fx.Node) -> fx.Node:
-        return self._call(aten.view_as_complex.default, self._call(aten.unflatten.int, received, -1, [-1, 2]))
+        # A part of a bucket may begin at any number, and a dim of size 1 have any stride.
+        pairs = self._call(with_strides, self._call(aten.unflatten.int, received, -1, [-1, 2]), PAIRS)
+        return self._call(aten.view_as_complex.default, pairs)
 
     def _sides(self, layout: Layout, position: Split) -> tuple[int, int, int]:
         """Local elements of the dims outside, of the factor at a position, and of the dims inside of it; -1 if open."""

@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.ir.graph import producer
 from autopar.ir.layout import Factor, TensorType
+from autopar.ir.ops import float8
 from autopar.ir.program import Program
 from autopar.sharding.candidates import strategies
 from autopar.sharding.dims import Dims
@@ -98,12 +99,16 @@ def blocked_factors(node: fx.Node, program: Program, dims: Dims) -> list[Factor]
     return [f for x in blocked for i, d, j in x.inputs for f in types[i].dims[d][j : j + len(x.factors)]]
 
 
+_ROUNDS = frozenset({float8.quantize, float8.block_quantize})
+
+
 def from_parameters(program: Program) -> set[fx.Node]:
     """Parameters, and operators that compute from nothing but one of them."""
     found = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "parameter"}
     for node, sources in program.sources.items():
         # Casts, transposes and the like, before they meet an activation.
-        if len(sources) == 1 and sources[0][0] in found:
+        # What is rounded to float8 comes from its scale, too.
+        if (len(sources) == 1 or node.target in _ROUNDS) and sources[0][0] in found:
             found.add(node)
     return found
 

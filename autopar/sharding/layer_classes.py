@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.ir.graph import producer
 from autopar.ir.layout import TensorType
-from autopar.ir.program import Call, Program
+from autopar.ir.program import RECORDED, Call, Program
 from autopar.ir.structure import short_hash, tied_keys
 from autopar.rules.remembered import remembered
 from autopar.sharding.dims import Dims, Operator, analyze
@@ -68,7 +68,8 @@ def _uses(program: Program, key: Mapping[fx.Node, str]) -> Uses:
             uses[key[source], out][key[node], i] += 1
     named = {(i.kind, i.name): key[n] for n, i in zip(program.placeholders, program.inputs, strict=True)}
     for output, value in zip(program.outputs, program.output_values, strict=True):
-        if value is None:
+        # What is recorded is on every device as it is made, and joins classes to nothing.
+        if value is None or output.kind == RECORDED:
             continue
         source, out = producer(value)
         # A gradient must have its parameter's layout: an edge to the parameter's class, as if it read the gradient.

@@ -210,11 +210,11 @@ class _SharedAccumulator(GradientAccumulator):
         super().__init__()
         self._counts, self._turn = counts, -1
 
-    def add(self, term: torch.Tensor) -> torch.Tensor:
+    def add(self, term: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """The sum with one more term; ranks call it in turn."""
         self._turn += self._next == 0
         if self._turn < self._counts[self._next % len(self._counts)]:
-            return super().add(term)
+            return super().add(term, op)
         self._next += 1
         return self.sums[self._next - 1]
 

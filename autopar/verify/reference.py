@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from autopar.capture import Batch, LossFunction
+from autopar.ir.ops.float8.histories import latest_of, rolled
 from autopar.ir.ops.random import generator_states, same_numbers
 from autopar.ir.ops.sequence.flex_attention import by_parts
 from autopar.ir.precision import Precision
-from autopar.ir.program import Program
+from autopar.ir.program import RECORDED, Program
 from autopar.ir.shards import largest_difference
 from autopar.ir.signature.outputs import Loss
 from autopar.ir.signature.pytree import Leaf
@@ -145,13 +146,18 @@ def captured_calls(
 def carries(program: Program) -> bool:
     """Whether a call writes something that the next one reads, such as a buffer."""
     written = {("buffer", w.name) for w in program.state.writes}
+    if any(o.kind == RECORDED for o in program.outputs):
+        return True
     return bool(({(o.kind, o.name) for o in program.outputs} | written) & {(i.kind, i.name) for i in program.inputs})
 
 
 def carried(given: Values, outputs: Values, program: Program | None = None) -> Values:
     """The inputs of the next call: those of the last, with what it has written."""
     assigned = {} if program is None else _results_assigned(program)
-    return {key: outputs.get(key, outputs.get(assigned.get(key, key), value)) for key, value in given.items()}
+    recorded = {name: value for (kind, name), value in outputs.items() if kind == RECORDED}
+    return {key: outputs.get(key, outputs.get(assigned.get(key, key), value)) for key, value in given.items()} | {
+        ("buffer", name): rolled(given["buffer", name], latest) for name, latest in latest_of(recorded).items()
+    }
 
 
 def with_assigned(program: Program, outputs: Values, expected: Values) -> dict[Key, torch.Tensor]:

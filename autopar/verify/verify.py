@@ -18,6 +18,7 @@ from autopar.compiler import BATCH, captured, check_planning, in_canonical_form,
 from autopar.costs.arguments import AXES, FLAG, a, require, whole
 from autopar.costs.cluster import Cluster
 from autopar.errors import VerifyError
+from autopar.ir.ops.float8.histories import is_history
 from autopar.ir.ops.random import generator_states, same_numbers
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
@@ -268,6 +269,9 @@ def _value(
         if program.loss is not None:
             return torch.ones(fake.shape, dtype=fake.dtype, device=fake.device)
         return torch.randn(fake.shape, dtype=torch.float64, generator=generator).to(fake.device, fake.dtype)
+    if spec.kind == "buffer" and is_history(spec.name) and spec.name not in named:
+        # Of a model that has not trained so yet. Not zeros: all scales would be one.
+        return torch.ones(fake.shape, dtype=fake.dtype, device=fake.device)
     value = tensors[int(spec.name)] if spec.kind == "batch" else named[spec.name]
     if value.device.type == "meta":
         raise VerifyError(

@@ -10,7 +10,7 @@ import torch
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import make
 from tests.distributed.test_precision import train
-from tests.float8_layers import in_float8
+from tests.float8_layers import delayed, end_step, in_float8, past
 
 pytestmark = pytest.mark.distributed
 
@@ -38,6 +38,55 @@ def with_float8(rank: int, cases: dict[str, tuple[int, ...]]) -> dict[str, float
             errors += [float((a - b).abs()) for a, b in zip(losses, expected, strict=True)]
             found[f"{scaling} {seed}"] = max(errors)
     return found
+
+
+def with_delayed_scaling(rank: int) -> dict[str, float]:
+    """The same of scales of earlier steps, also fully sharded, in microbatches and in stages; and the histories."""
+    from autopar import Float8, Precision, Search, parallelize
+
+    wide, found = torch.float64, {}
+    policy = Precision(wide, wide, wide, Float8("delayed", history=2))
+    model, batch = make("mlp")
+    for parts, options in (
+        (1, {"recipe": "random", "seed": 0}),
+        (1, {"recipe": "fsdp"}),
+        (2, {"recipe": "random", "seed": 1, "pins": {"microbatches": 2}}),
+        (2, {"pins": {"stages": 2, "microbatches": 2}}),
+    ):
+        plain = delayed(copy.deepcopy(model), 2)
+        expected = train(_InParts(plain, parts), batch)
+        search = Search(inexact=("fp8",), **options)
+        module = parallelize(copy.deepcopy(model), mesh_of(2, 2), precision=policy, search=search, timeout=WAIT)
+        losses = train(module, batch)
+        state = {**dict(plain.named_parameters()), **past(plain)}
+        errors = [float((v - state[k]).abs().max()) for k, v in module.full_state_dict().items()]
+        errors += [float((a - b).abs()) for a, b in zip(losses, expected, strict=True)]
+        assert module.plan.microbatches == parts
+        found[str(options)] = max(errors)
+    return found
+
+
+class _InParts(torch.nn.Module):
+    """A model of plain layers whose call adds up the gradients of microbatches; the next call begins a step."""
+
+    def __init__(self, plain: torch.nn.Module, parts: int) -> None:
+        super().__init__()
+        self.plain, self.parts = plain, parts
+
+    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        total = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        loss = total * 1.0
+        for rows in zip(*(v.chunk(self.parts) for v in batch.values()), strict=True):
+            own = self.plain(**dict(zip(batch, rows, strict=True)))["loss"] / self.parts
+            own.backward()
+            loss = loss + own.detach()
+        end_step(self.plain)
+        return {"loss": loss}
+
+
+def test_delayed_scaling_has_the_steps_of_plain_layers_with_histories(ranks: Ranks) -> None:
+    for found in ranks.run(with_delayed_scaling):
+        assert len(found) == 4 and max(found.values()) < 1e-9, found
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from autopar.ir.ops import float8
+from autopar.ir.ops.float8.histories import record
 
 NAMES = list(float8.FORMATS)
 
@@ -116,3 +117,24 @@ def test_products_of_blocks_are_those_of_the_values() -> None:
     ]
     torch.testing.assert_close(found, numbers[0] @ numbers[1].T, rtol=0, atol=1e-12)
     assert float((found - a @ b.T).abs().max()) < 0.2 * float((a @ b.T).abs().max())
+
+
+def test_delayed_scales_are_of_the_largest_entry_of_the_history() -> None:
+    history = torch.tensor([[0.0, 7.0, 2.0], [0.0, 0.0, 0.0], [1e-30, 0.0, 0.0]], dtype=torch.float64)
+    scales = [float(float8.delayed_scale(history, row, "e4m3")) for row in range(3)]
+    assert scales == [7.0 / 448, 1.0, 1e-12 / 448]
+    # What the history did not know saturates; what is infinite is no number, whatever it knew.
+    x = torch.tensor([[7.0, -70.0, torch.inf, -torch.inf, torch.nan]])
+    found = float8.quantize(x, torch.full((1, 1), 7.0 / 448), "e4m3", True).view(torch.float8_e4m3fn).float()
+    assert found[0, :2].tolist() == [448.0, -448.0] and found[0, 2:].isnan().all()
+    assert float(float8.amax(torch.tensor([[1.0, -3.0]]))) == 3.0 and float(float8.amax(x)) == torch.inf
+
+
+def test_histories_move_on() -> None:
+    """The latest comes first; a row of several tensors gets the largest, one of none or of no number gets zero."""
+    buffers = {name: torch.arange(6.0).reshape(3, 2) for name in ("a.w_amax_history", "b_amax_history")}
+    noted = {"a.w_amax_history:0:0": 5.0, "a.w_amax_history:0:1": 9.0, "a.w_amax_history:2:0": torch.inf,
+             "b_amax_history:1:0": 3.0}  # fmt: skip
+    record({name: torch.full((1, 1), value) for name, value in noted.items()}, buffers)
+    assert buffers["a.w_amax_history"].tolist() == [[9.0, 0.0], [0.0, 2.0], [0.0, 4.0]]
+    assert buffers["b_amax_history"].tolist() == [[0.0, 0.0], [3.0, 2.0], [0.0, 4.0]]

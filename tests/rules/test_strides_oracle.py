@@ -176,3 +176,10 @@ def test_rules_of_others_are_not_trusted():
     assert required_strides(foreign, mine(None, None)) == (ROW_MAJOR, ROW_MAJOR)
     assert required_strides(foreign, replace(mine(None, None), strides=(LAST,))) == (LAST, ANY)
     assert required_strides(aten.relu.default, Rule("a->a")) == (ANY,)
+
+
+def test_pairs_of_no_elements() -> None:
+    """`view_as_complex` asks for even offsets of these, too."""
+    empty = torch.arange(5.0)[1:1].view(0, 2)
+    assert not meets(empty, PAIRS)
+    assert torch.view_as_complex(meet(empty, PAIRS)).shape == (0,)

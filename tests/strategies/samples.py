@@ -118,6 +118,9 @@ def matmul() -> Iterator[Sample]:
     for dims in ([0, 1], [0], [1]):
         yield call(float8.scale, x(4, 6), dims, "e5m2")
         yield call(float8.quantize, x(4, 6), positive(*(1 if d in dims else n for d, n in enumerate((4, 6)))), "e4m3")
+    yield call(float8.amax, x(4, 6))
+    yield call(float8.delayed_scale, positive(3, 4), 1, "e4m3")
+    yield call(float8.quantize, x(4, 6), positive(1, 1), "e5m2", True)
     yield call(float8.block_scale, x(4, 128), "e5m2")
     yield call(float8.block_quantize, x(4, 128), integer(8, 4, 4).to(torch.uint8) + 124, "e4m3")
     bytes_of = [integer(96, n, 128).to(torch.uint8) for n in (4, 2)]
@@ -158,6 +161,7 @@ def view() -> Iterator[Sample]:
     yield call(aten.unfold_backward.default, x(2, 2, 2, 4), [2, 8, 2], 1, 4, 4)
     yield call(aten.unfold_backward.default, x(2, 3, 4), [2, 8], 1, 4, 2)
     yield call(aten.unfold_backward.default, x(1, 1, 3, 2), [1, 2, 3], 1, 2, 1)
+    yield call(aten.unfold_backward.default, x(1, 3, 4), [2, 8], 1, 4, 2)
     yield call(aten.unfold_backward.default, x(1), [], 0, 1, 1)
     yield call(aten.view_as_real.default, torch.complex(x(4, 2), x(4, 2)))
     yield call(aten.view_as_complex.default, x(4, 2, 2))

@@ -282,6 +282,7 @@ def random() -> Iterator[Sample]:
     yield call(draw, "permutation", [], [64], [0], dtype=torch.int64, device=cpu)
     yield call(draw, "normal", [0, 1], [], [], dtype=torch.float64, device=cpu)
     yield call(torch.ops.autopar.accumulate.default, x(4, 2))
+    yield call(torch.ops.autopar.accumulate.default, x(4, 2), "max")
     yield call(aten.multinomial.default, positive(16, 6), 4)
     yield call(aten.multinomial.default, positive(6), 64, True)
     yield call(aten.poisson.default, positive(16, 16) * 9)

@@ -11,7 +11,7 @@ import torch
 
 # Must stay alive: torch removes the operator with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("accumulate(Tensor term) -> Tensor")
+_library.define("accumulate(Tensor term, str op='sum') -> Tensor")
 
 
 class GradientAccumulator:
@@ -29,11 +29,13 @@ class GradientAccumulator:
         self.sums: list[torch.Tensor] = []
         self._next = 0
 
-    def add(self, term: torch.Tensor) -> torch.Tensor:
-        """The sum with one more term."""
+    def add(self, term: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """The sum with one more term; with ``op="max"`` the maximum."""
         if self._next == len(self.sums):
             # A copy: the term may be a buffer that the next microbatch writes to.
             self.sums.append(term.clone())
+        elif op == "max":
+            torch.maximum(self.sums[self._next], term, out=self.sums[self._next])
         else:
             self.sums[self._next].add_(term)
         self._next += 1
@@ -54,11 +56,11 @@ class GradientAccumulator:
 _totals: ContextVar[GradientAccumulator | None] = ContextVar("autopar_totals", default=None)
 
 
-def _accumulate(term: torch.Tensor) -> torch.Tensor:
-    """The sum over the microbatches that have run, this one included; outside of a step there is one."""
+def _accumulate(term: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """The sum, or maximum, over the microbatches that have run, this one included; outside of a step there is one."""
     totals = _totals.get()
     # Never the term itself: an operator must not return its argument.
-    return term.clone() if totals is None or term.device.type == "meta" else totals.add(term)
+    return term.clone() if totals is None or term.device.type == "meta" else totals.add(term, op)
 
 
 _library.impl("accumulate", _accumulate, "CompositeExplicitAutograd")

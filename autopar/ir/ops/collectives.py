@@ -33,6 +33,7 @@ class Collective:
         bytes: size by which it is charged, see `autopar.costs.collectives`.
         members: how many redistributions it carries (more than one in a bucket).
         gradient: whether its only purpose is to bring a gradient into its parameter's layout.
+        joined: `autopar.passes.collectives.join_maxima` puts one in the place of all such, so that it costs nothing.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Collective:
     bytes: float
     members: int = 1
     gradient: bool = False
+    joined: bool = False
 
 
 # Functional collectives name their group last, but each has other arguments before it.

@@ -289,7 +289,7 @@ class OracleContext:
         """Size of a letter in the whole."""
         return self.whole[letter]
 
-    def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, op: str, joined: bool = False) -> torch.Tensor:
         """Sum or maximum over the devices of the split."""
         stacked = torch.stack(self._of_all(x))
         return {"sum": lambda: stacked.sum(0), "max": lambda: stacked.amax(0)}[op]()

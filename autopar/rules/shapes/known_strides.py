@@ -31,7 +31,7 @@ from autopar.ir.program import Program
 from autopar.ir.quantized.operators import QUANTIZERS
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Rule, Spec, find_rule, required_strides
 from autopar.rules.shapes.kernel_shapes import called, make, with_required_strides
-from autopar.rules.strides import meets
+from autopar.rules.strides import meets, with_strides
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ ROW_MAJOR_RESULTS = frozenset({
     aten.stack.default, aten.topk.default, aten.tril.default, aten.triu.default, aten.full.default, aten.zeros.default,
     aten.ones.default, aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default,
     aten.eye.default, cross_entropy.cross_entropy, cross_entropy.cross_entropy_backward,
-    float8.scale, float8.quantize, float8.product,
+    float8.scale, float8.quantize, float8.product, float8.amax, float8.delayed_scale,
     float8.block_scale, float8.block_quantize, float8.block_product,
     routing.sort_by_expert, routing.route, routing.collect, routing.group_ends, routing.add_by_expert,
     c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
@@ -194,6 +194,8 @@ def _is_line(node: fx.Node) -> bool:
 
 def has_strides(node: fx.Node, need: str, known: Collection[fx.Node] | None) -> bool:
     """Whether a value is known to have the strides that a kernel asks for; none is where ``known`` is None."""
+    if node.target is with_strides and node.args[1] == need:
+        return True
     if known is None:
         return False
     # Of outputs with heads in any order the last dim is known all the same.

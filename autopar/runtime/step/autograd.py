@@ -108,9 +108,10 @@ class _StepFunction(torch.autograd.Function):
         # A result that is not used has None for its gradient, and not zeros of its size.
         ctx.set_materialize_grads(False)
         ctx.seed = current_seed()
-        # Without buffers and batch: what the backward pass needs of them is among the saved values, and the rest must
-        # not live until then.
-        ctx.call = Call(step, {}, [], call.deferred, call.name, call.passed)
+        # Without batch and buffers, but for histories, which the backward pass writes to: what it needs of them is
+        # among the saved values, and the rest must not live until then.
+        histories = {name: call.buffers[name] for name in step.histories}
+        ctx.call = Call(step, histories, [], call.deferred, call.name, call.passed)
         # save_for_backward takes tensors alone; it lets saved-tensor hooks see them, and finds in-place writes.
         ctx.is_tensor = [isinstance(v, torch.Tensor) for v in saved]
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
@@ -140,7 +141,7 @@ class _StepFunction(torch.autograd.Function):
         nothing_deferred = not (call.deferred.active or call.deferred.any)
         with call.during("backward"), step_seed(ctx.seed):  # what is recomputed draws the same numbers
             tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
-            of_parameters, of_batch = step.backward(saved, tangents, call.deferred)
+            of_parameters, of_batch = step.backward(saved, tangents, call.deferred, call.buffers)
         if nothing_deferred and len(incoming) > 1:
             of_parameters = _reached(step, of_parameters, incoming)
         needed = ctx.needs_input_grad[1 : 1 + len(ctx.parameters)]

@@ -7,7 +7,7 @@ defers that, and scales them by the incoming gradient of the loss, in which they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -202,15 +202,26 @@ class MicrobatchStep(Step):
             return []
         return self.run(self.cut.hoisted, *(value(i) for i in self.cut.inputs if i.kind in INVARIANT_INPUTS))
 
-    def backward(self, saved: list[Any], tangents: list[torch.Tensor], deferred: DeferredReduction) -> Gradients:
-        """Local gradients of parameters; none while their reduction is deferred."""
+    def backward(
+        self,
+        saved: list[Any],
+        tangents: list[torch.Tensor],
+        deferred: DeferredReduction,
+        buffers: Mapping[str, torch.Tensor],
+    ) -> Gradients:
+        """Local gradients of parameters; none while their reduction is deferred. Histories go one step on."""
         (scale,) = tangents
         with torch.no_grad(), without_autocast(self.context.device.type):
+            self._record([saved.pop(0) for _ in self._recorded], buffers)
             if deferred.active or deferred.holds(self):
                 # Scaled before they are added up: each backward pass has a scale of its own.
                 deferred.add(self, [saved.pop(0) * scale for _ in range(len(saved))])
                 return {} if deferred.active else self._with_deferred({}, deferred), {}
-            return self._scaled(self._named(self.run(self._reductions[1], saved)), scale, deferred), {}
+            return self._scaled(self._of_parameters(self.run(self._reductions[1], saved)), scale, deferred), {}
+
+    def _of_parameters(self, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Gradients by name, of what comes behind what is recorded."""
+        return self._named(values, self.cut.gradients[len(self._recorded) :])
 
     def _scaled(
         self, unscaled: dict[str, torch.Tensor], scale: torch.Tensor, deferred: DeferredReduction
@@ -222,7 +233,7 @@ class MicrobatchStep(Step):
     @cached_property
     def _reductions(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         assert self.cut.backward is not None
-        return split_reductions(self.cut.backward, len(self.cut.outputs))
+        return split_reductions(self.cut.backward, len(self.cut.outputs) + len(self._recorded))
 
     @cached_property
     def _tangent_dtype(self) -> torch.dtype:

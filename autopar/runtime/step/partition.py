@@ -17,7 +17,8 @@ from autopar._torch_compat import (
     default_partition,
     tracing,
 )
-from autopar.ir.program import GRADIENTS, Input, Output, Program
+from autopar.ir.ops.float8.histories import history_names
+from autopar.ir.program import GRADIENTS, RECORDED, Input, Output, Program
 from autopar.pipeline.forward_order import forward_nodes
 
 
@@ -72,6 +73,7 @@ def cut(program: Program) -> ForwardBackward:
     backward.recompile()
     used_tangents = tuple(tangents[n] for n in names if n in tangents)
     written = {(o.kind, o.name) for o in outputs}
+    written |= {("buffer", name) for name in history_names(o.name for o in program.outputs if o.kind == RECORDED)}
     overwritten_inputs = {n.name for n, i in described if (i.kind, i.name) in written}
     overwritten = frozenset(i for i, name in enumerate(saved) if name in overwritten_inputs)
     gradients = program.outputs[program.forward_outputs :]
@@ -114,6 +116,8 @@ def _renamed(program: Program) -> Program:
         known[node].meta["partitioner_tag"] = "is_forward" if node in early else "is_backward"
         if isinstance(node.meta.get("val"), torch.Tensor):
             known[node].meta["tensor_meta"] = node.meta["val"]  # or it takes a meta tensor for no tensor
+        # What the tracer says of each of its outputs: the partitioner would drop those that there are more of now.
+        known[node].meta.pop("desc", None)
     return replace(program, graph=LazyGraphModule(program.graph, graph))
 
 

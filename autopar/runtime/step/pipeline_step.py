@@ -18,7 +18,7 @@ from autopar._torch_compat import pipeline_runtime
 from autopar.ir.layout import At, Partial, is_everywhere, is_held
 from autopar.ir.ops.random import current_seed, derive_seed, step_seed
 from autopar.ir.plan import Plan
-from autopar.ir.program import Output, Program
+from autopar.ir.program import RECORDED, Output, Program
 from autopar.pipeline.executor import StageRun, begin, end
 from autopar.pipeline.schedules import Order, device_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, StageGraph, StageGraphs, Transfer
@@ -116,7 +116,7 @@ class PipelineStep(MicrobatchStep):
         described = zip(self.program.outputs, self.program.output_values, values, strict=True)
         # Devices of other stages have an empty shard of the parameter, and so an empty gradient.
         gradients = [
-            value if v is None or o.name in held else torch.zeros_like(local[o.name])
+            value if v is None or o.kind == RECORDED or o.name in held else torch.zeros_like(local[o.name])
             for o, v, value in list(described)[first:]
         ]
         return self._results(values[:first], buffers), gradients
@@ -132,10 +132,17 @@ class PipelineStep(MicrobatchStep):
                 computed_here.update(run.outputs())
         return computed_here
 
-    def backward(self, saved: list[Any], tangents: list[torch.Tensor], deferred: DeferredReduction) -> Gradients:
+    def backward(
+        self,
+        saved: list[Any],
+        tangents: list[torch.Tensor],
+        deferred: DeferredReduction,
+        buffers: Mapping[str, torch.Tensor],
+    ) -> Gradients:
         """Local gradients of parameters, which the schedule has reduced."""
         # no_sync defers nothing here: the reductions are among the graphs at the end of the schedule, and have run.
-        unscaled = self._named(saved)
+        self._record([saved.pop(0) for _ in self._recorded], buffers)
+        unscaled = self._of_parameters(saved)
         saved.clear()
         with torch.no_grad():
             return self._scaled(unscaled, tangents[0], deferred), {}

@@ -13,7 +13,8 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.layout import Layout, TensorType
-from autopar.ir.program import GRADIENTS, Output, Program
+from autopar.ir.ops.float8.histories import history_names, record
+from autopar.ir.program import GRADIENTS, RECORDED, Output, Program
 from autopar.runtime.dtensor import computed, from_local, local_like, part_of, stored, to_local, to_placements
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.stage_tensor import owner_of, with_owner
@@ -151,8 +152,14 @@ class Step:
                 results.append(instead.get(output.name, value))
         return results
 
-    def backward(self, saved: list[Any], tangents: list[torch.Tensor], deferred: DeferredReduction) -> Gradients:
-        """Local gradients; none of parameters while their reduction is deferred."""
+    def backward(
+        self,
+        saved: list[Any],
+        tangents: list[torch.Tensor],
+        deferred: DeferredReduction,
+        buffers: Mapping[str, torch.Tensor],
+    ) -> Gradients:
+        """Local gradients; none of parameters while their reduction is deferred. Histories go one step on."""
         assert self.cut.backward is not None
         # The graph empties this list, its only reference to each tensor: the callers' lists must be empty as well, or
         # saved activations would live until the end of the pass.
@@ -162,25 +169,42 @@ class Step:
         with torch.no_grad(), without_autocast(self.context.device.type):
             # Outside of no_sync, too, while sums of this step wait: reduced together they take one reduction.
             if deferred.active or deferred.holds(self):
-                unreduced, count = self.run(self._reductions[0], values), self._batch_gradients
+                unreduced, count = self.run(self._reductions[0], values), self._first_gradient
+                self._record(unreduced[:count], buffers)
                 of_batch = self._named(unreduced[:count], self.cut.gradients[:count])
                 deferred.add(self, unreduced[count:])
                 return {} if deferred.active else self._with_deferred({}, deferred), of_batch
-            gradients = self._named(self.run(self.cut.backward, values))
-            names = [o.name for o in self.cut.gradients[: self._batch_gradients]]
+            outputs = self.run(self.cut.backward, values)
+            self._record(outputs[: self._first_gradient], buffers)
+            gradients = self._named(outputs)
+            names = [o.name for o in self.cut.gradients if o.kind == "input_gradient"]
             of_batch = {name: gradients.pop(name) for name in names if name in gradients}
             return self._with_deferred(gradients, deferred), of_batch
 
     @property
-    def _batch_gradients(self) -> int:
-        """How many gradients are of batch tensors; they come first."""
-        return sum(o.kind == "input_gradient" for o in self.cut.gradients)
+    def _first_gradient(self) -> int:
+        """How many outputs of the backward graph come before the gradients of parameters."""
+        return sum(o.kind != "gradient" for o in self.cut.gradients)
+
+    @cached_property
+    def _recorded(self) -> list[str]:
+        """Names of what is recorded in histories, which the backward graph returns first."""
+        return [o.name for o in self.cut.gradients if o.kind == RECORDED]
+
+    @cached_property
+    def histories(self) -> tuple[str, ...]:
+        """Buffers that the backward pass writes to."""
+        return history_names(self._recorded)
+
+    def _record(self, values: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Write what the backward pass begins its outputs with into the histories."""
+        record(dict(zip(self._recorded, values, strict=False)), buffers)
 
     @cached_property
     def _reductions(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The backward graph in two parts, the second of which reduces gradients."""
         assert self.cut.backward is not None
-        return split_reductions(self.cut.backward, self._batch_gradients)
+        return split_reductions(self.cut.backward, self._first_gradient)
 
     @cached_property
     def gradient_names(self) -> frozenset[str]:
@@ -246,7 +270,7 @@ def reduce_deferred(deferred: DeferredReduction) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for pending in deferred.pop_all():
             step = pending.step
-            described = step.cut.gradients[step._batch_gradients :]
+            described = step.cut.gradients[step._first_gradient :]
             for name, gradient in step._named(step.run(step._reductions[1], pending.sums), described).items():
                 if name not in pending.dropped:
                     gradients[name] = gradients[name] + gradient if name in gradients else gradient

@@ -20,7 +20,7 @@ from autopar._torch_compat import storage_id
 from autopar.ir.graph import Value, is_backward, producer, tensor_arguments, values_of
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.plan import Plan
-from autopar.ir.program import GRADIENTS, Program
+from autopar.ir.program import OF_BACKWARD, Program
 from autopar.memory.liveness import copied_by_convolution
 from autopar.memory.recompute import class_of, ranges
 from autopar.search.budget.live_ranges import LiveRanges, minimize_peak
@@ -172,7 +172,7 @@ class _Storages:
         """
         found = LiveRanges()
         kinds = zip(self.program.outputs, self.program.output_values, strict=True)
-        results = {s for o, v in kinds if v is not None and o.kind in ("result", *GRADIENTS) for s in _storages(v)}
+        results = {s for o, v in kinds if v is not None and o.kind in ("result", *OF_BACKWARD) for s in _storages(v)}
         # Results and gradients of parameters stay; what else the backward pass computes lives from its producer to its
         # last reader.
         live: dict[int, list[float]] = {s: [0, math.inf] for s in results if self.producer.get(s) in self._forward}

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.ir.graph import is_backward
 from autopar.ir.layout import Factor, Partial, TensorType
+from autopar.ir.ops import float8
 from autopar.ir.program import Program
 from autopar.sharding.candidates import strategies
 from autopar.sharding.dims import Dims
@@ -25,6 +26,10 @@ from autopar.sharding.factor_kinds import (
 )
 
 aten = torch.ops.aten
+
+
+_MAXIMA = frozenset({float8.scale, float8.amax})
+"""Of one number, or of one a row: no work that is split, but what a linear in float8 takes besides."""
 
 
 def tensor_factors(program: Program, dims: Dims, parts: int) -> list[Factor]:
@@ -80,13 +85,16 @@ def _split(node: fx.Node, key: int, program: Program, dims: Dims, sources: set[f
         assert strategy.factor is not None
         if strategy.factor[0] in operator.rule.joint:  # one way more to split what another strategy splits
             continue
+        if node.target in _MAXIMA:
+            return "preserved"
         if strategy.factor[0] in operator.rule.lower:
             table = node.target is aten.embedding.default
             if not table or dims.types[program.sources[node][0]].shape[0] == rows:  # not a table of positions
                 return "lowered"
         elif any(isinstance(p, Partial) for p in strategy.outputs):
+            # Products of float8 values take two scales besides.
             weights = [s for s in program.sources[node] if s[0] in sources and key in factors_of([dims.types[s]])]
-            if weights and len(program.sources[node]) == 2:
+            if weights and len(program.sources[node]) - (2 if operator.rule.rate else 0) == 2:
                 found = "summed"
         else:
             found = found or "preserved"

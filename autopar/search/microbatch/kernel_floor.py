@@ -25,7 +25,7 @@ from autopar.sharding.factor_kinds import batch_factors, ids, split_factors
 from autopar.sharding.layer_classes import layer_classes
 from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
-from autopar.sharding.redistribute import Machine
+from autopar.sharding.redistribute.moves import Machine
 
 Floats = NDArray[np.float64]
 

@@ -5,7 +5,8 @@ same time, one device computes the parts one after the other. So the program of 
 rewritten for an axis `TIME`. Sums over that axis become ``autopar.ir.ops.accumulate``; values that depend on the batch
 alone, such as the number of tokens that count, are computed from the whole batch before the first microbatch; and
 whatever needs the other parts in any other way cannot be cut, but for scales of float8 values: these are a microbatch's
-own. There is no mean of means: the sum is that of the whole
+own, and the largest entries that delayed scaling records are those of all microbatches. There is no mean of means: the
+sum is that of the whole
 batch, however unequal its parts are.
 
 Before, on the time axis:              After, for each microbatch:
@@ -27,6 +28,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.graph import inherit_origin, user_line, values_of
 from autopar.ir.layout import Layout, Replicate, Split
 from autopar.ir.node_info import GraphInfo, info, set_graph_info, set_info
+from autopar.ir.ops import float8
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
 from autopar.ir.program import Input, Microbatch, Output, Program
@@ -110,10 +112,12 @@ def _replace_moves(cut: _Cut) -> None:
         end = _end_of_move(node)
         if end is not None and ((start := _start(end)) in batch_only or start in cut.computed_before):
             _compute_before(cut, start, end)
-        elif node.target is c10d.all_reduce.default and node.args[1] == "sum":
-            (wait,) = node.users
+        elif node.target is c10d.all_reduce.default and (
+            node.args[1] == "sum" or (node.args[1] == "max" and node.args[0].target is float8.amax)
+        ):
+            (wait,), op = node.users, node.args[1]
             with graph.inserting_after(node.args[0]):  # right there, so that the term is freed at once
-                total = graph.call_function(accumulate, (node.args[0],))
+                total = graph.call_function(accumulate, (node.args[0],) if op == "sum" else (node.args[0], op))
             inherit_origin(total, node.args[0])
             known = info(wait).inherit(info(total))
             total.meta = {**wait.meta, **total.meta}

@@ -45,7 +45,7 @@ def along_samples(program: Program, dims: Dims, classes: LayerClasses, count: in
         if node in dims.operators:
             factors = split_factors(node, program, dims)
             # Lowered code asks which part a device has, or for the other parts: neither exists on this axis.
-            lowered = () if node.target in OF_EACH else dims.operators[node].rule.lower
+            lowered = () if node.target in OF_EACH or node.target is float8.amax else dims.operators[node].rule.lower
             along = frozenset(
                 n for n, factor in factors.items() if id(factor) in samples and n.partition(".")[0] not in lowered
             )

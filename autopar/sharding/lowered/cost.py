@@ -170,10 +170,14 @@ def _emitted(
     found, began = list[_Event](), dict[fx.Node, int]()
     for node in (n for n in graph.nodes if n.op == "call_function"):
         made, work = info(node).collective, emitted_work(node)
+        if made is not None and made.joined:
+            continue
         if made is not None:
             began[node] = len(began)
             found.append(made)
         elif node.target is c10d.wait_tensor.default:
+            if node.all_input_nodes[0] not in began:
+                continue
             found.append(len(began) - began[node.all_input_nodes[0]])
         elif work is not None:
             found.append(_Kernel(work, tuple(np.ravel(getattr(work, f.name)).tolist() for f in fields(work))))

@@ -89,13 +89,17 @@ class Context:
         """Size of a letter on this device."""
         return self.global_size(letter) // letter_parts(self.strategy, letter, self.machine.sizes)
 
-    def all_reduce(self, x: Any, op: str) -> Any:
+    def all_reduce(self, x: Any, op: str, joined: bool = False) -> Any:
         """Reduce over the devices that share the letter."""
         for a in self.axes:
             if self.machine.sizes[a] == 1:
                 continue
             name = self.machine.names[a]
-            x = self._communicate("all_reduce", a, _value(x).nbytes, c10d.all_reduce.default, x.node, op, name)
+            made = self._issue("all_reduce", a, _value(x).nbytes, c10d.all_reduce.default, x.node, op, name)
+            collective = info(made).collective
+            assert collective is not None
+            set_info(made, replace(info(made), collective=replace(collective, joined=joined)))
+            x = self._call(c10d.wait_tensor.default, made)
         return x
 
     def swap_blocks(self, blocks: Any, back: bool) -> Any:

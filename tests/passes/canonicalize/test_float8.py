@@ -283,3 +283,11 @@ def test_compiled_is_the_same() -> None:
         found.append(gradients(module, batch))
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=0.05, atol=0.05 * float(value.float().abs().max()))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "fp8-delayed", "mxfp8"])
+def test_linears_in_float8_are_tensor_parallel(precision: str) -> None:
+    """As those in bfloat16: what their scales need of other devices is no reason not to be."""
+    search = Search(recipe="megatron", inexact=("fp8",))
+    plan = autopar.plan(*large(), cluster="h100", axes={"a": 2}, precision=precision, search=search)
+    assert [str(plan.parameters[f"{n}.weight"][0]) for n in ("up", "down")] == ["S(0.0)", "S(1.0)"]

@@ -22,7 +22,7 @@ from torch import Tensor
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("float8_scale(Tensor x, int[] dims, str format) -> Tensor")
-_library.define("float8_quantize(Tensor x, Tensor scale, str format) -> Tensor")
+_library.define("float8_quantize(Tensor x, Tensor scale, str format, bool delayed=False) -> Tensor")
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,11 @@ def _scale(x: Tensor, dims: Sequence[int], format: str) -> Tensor:
     return largest.clamp_min(LEAST) / FORMATS[format].largest
 
 
-def _quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
+def _quantize(x: Tensor, scale: Tensor, format: str, delayed: bool = False) -> Tensor:
     kind = FORMATS[format]
     values = (x.to(scale.dtype) / scale).clamp(-kind.largest, kind.largest)
+    if delayed:
+        values = values.masked_fill(x.isinf(), torch.nan)
     return values.to(kind.dtype).contiguous().view(torch.uint8)
 
 
@@ -84,4 +86,6 @@ Args:
     x: ``[rows, columns]``.
     scale: of it, see `scale`.
     format: of `FORMATS`.
+    delayed: the scale is not of these very values: infinite ones, of which it does not know, become no numbers (NaN)
+        and not the largest value.
 """

@@ -10,6 +10,11 @@ After::
     y = float8_product(x8, w8, sx, sw, "e4m3", "e4m3", dtype=bfloat16)
     dx = float8_product(dy8, w8t, sdy, sw, "e5m2", "e4m3", ...);  dw = float8_product(dy8t, x8t, sdy, sx, ...)
 
+With delayed scaling the scales are of earlier steps, and what was largest in this one is returned for later ones::
+
+    sx = float8_delayed_scale(history_of_w, 0, "e4m3");  ...
+    return ..., float8_amax(x), float8_amax(w), float8_amax(dy), ...
+
 A tensor is scaled and rounded once for all products that take it so. It runs on the canonical form, before plans: that
 a sharded weight is gathered as bytes, after it has been rounded, is a layout like any other to the search.
 """
@@ -19,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -27,8 +32,9 @@ from torch import fx
 from autopar.ir.graph import copy_graph, insert_call, user_line
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops import float8
-from autopar.ir.precision import BLOCKS, TENSORWISE, Float8
+from autopar.ir.precision import BLOCKS, DELAYED, TENSORWISE, Float8
 from autopar.ir.program import Program
+from autopar.passes.canonicalize.float8.histories import Histories, with_histories
 
 aten = torch.ops.aten
 
@@ -38,34 +44,43 @@ VALUES, GRADIENTS = "e4m3", "e5m2"
 _VIEWS = {aten.permute.default, aten.reshape.default, aten._to_copy.default}
 """Through these a parameter is the weight of a linear layer; with sums, its gradient is theirs."""
 
-Key = tuple[fx.Node, tuple[int, ...], str]
-
 
 @dataclass(frozen=True)
 class _Operand:
-    """An operand of a product: a matrix, or its transpose, in a format."""
+    """An operand of a product: a matrix, or its transpose, in a format; ``row``: what of its layer it is."""
 
     matrix: fx.Node
     transposed: bool
     format: str
+    row: int
 
 
 class _Operands(NamedTuple):
-    """The operands of a product."""
+    """The operands of a product, and the parameter that is its layer's weight, by name."""
 
     left: _Operand
     right: _Operand
+    weight: str
+
+    @property
+    def each(self) -> tuple[_Operand, _Operand]:
+        """Left and right."""
+        return self.left, self.right
 
 
 @dataclass
 class _Rounded:
-    """What has been rounded so far: bytes and scale of each matrix, by the dims that share a scale, and format."""
+    """What has been rounded so far: bytes and scale of each matrix, by the dims that share a scale, and format.
+
+    With delayed scaling ``histories`` has the row that each matrix is scaled by, in a product of a weight.
+    """
 
     linear: Float8
-    known: dict[Key, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+    histories: Histories | None = None
+    known: dict[Any, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
     transposes: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def of(self, operand: _Operand, summed: int, product: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def of(self, operand: _Operand, weight: str, summed: int, product: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Bytes ``[rows, depth]`` and scale of an operand, ``depth`` being its dim ``summed``.
 
         Scales are ``[1, 1]`` or ``[rows, 1]``; of blocks ``[rows, depth / 32]``.
@@ -75,6 +90,9 @@ class _Rounded:
             # Blocks lie along the last dim: they are of the transpose.
             matrix = operand.matrix if dim == 1 else self._transpose(operand.matrix, product)
             return self._rounded(matrix, (), operand.format, product)
+        if self.histories is not None:
+            values, scale = self._delayed(operand, weight, product, self.histories)
+            return values if dim == 1 else self._transpose(values, product), scale
         dims = (0, 1) if self.linear.scaling == TENSORWISE else (dim,)
         values, scale = self._rounded(operand.matrix, dims, operand.format, product)
         # With what is summed over in the last dim.
@@ -96,6 +114,21 @@ class _Rounded:
                 values = _insert(graph, product, float8.block_quantize, matrix, scale, format)
             self.known[key] = values, scale
         return self.known[key]
+
+    def _delayed(
+        self, operand: _Operand, weight: str, product: fx.Node, histories: Histories
+    ) -> tuple[fx.Node, fx.Node]:
+        """Bytes of a matrix and its scale by earlier steps."""
+        name, row = histories.of[weight, operand.row]
+        by, format, graph = (name, row), operand.format, product.graph
+        if by not in self.known:
+            scale = _insert(graph, product, float8.delayed_scale, histories.inputs[name], row, format)
+            self.known[by] = scale, scale
+        if (operand.matrix, by) not in self.known:
+            scale = self.known[by][1]
+            values = _insert(graph, product, float8.quantize, operand.matrix, scale, format, True)
+            self.known[operand.matrix, by] = values, scale
+        return self.known[operand.matrix, by]
 
     def _transpose(self, matrix: fx.Node, product: fx.Node) -> fx.Node:
         if matrix not in self.transposes:
@@ -122,12 +155,18 @@ def float8_linear_layers(program: Program, linear: Float8) -> Program:
             "leave fp8 out"
         )
     rounded = _Rounded(linear)
+    if linear.scaling == DELAYED:
+        ordered = [(n, products[n]) for n in program.graph.graph.nodes if n in products]
+        program, histories = with_histories(
+            program, [(p.weight, o.row, o.matrix, n) for n, p in ordered for o in p.each], linear.history
+        )
+        rounded = _Rounded(linear, histories)
     for node in program.graph.graph.nodes:
         if node in products:
-            left, right = products[node]
+            left, right, weight = products[node]
             _require_blocks(node, left, linear)
             # Of the left one columns are summed over, of the right one rows.
-            (a, scale_a), (b, scale_b) = rounded.of(left, 1, node), rounded.of(right, 0, node)
+            (a, scale_a), (b, scale_b) = rounded.of(left, weight, 1, node), rounded.of(right, weight, 0, node)
             # In place: the node keeps its name, module, region, and the dtype in which its terms are added.
             node.args = (a, b, scale_a, scale_b, left.format, right.format, node.meta["val"].dtype)
             node.target = float8.block_product if linear.scaling == BLOCKS else float8.product
@@ -170,7 +209,7 @@ def _products(program: Program, linear: Float8) -> dict[fx.Node, _Operands]:
     matrices = {n: [_base(a) for a in n.args] for n in products if n.meta["val"].is_floating_point()}
     weights = {n: [w for m, _ in both if (w := _parameter(m, parameters))] for n, both in matrices.items()}
     gradients = {n: [m for m, _ in both if m in from_tangents] for n, both in matrices.items()}
-    chosen: set[fx.Node] = set()
+    chosen: dict[fx.Node, str] = {}
     for weight, name in parameters.items():
         # Of a tied parameter the pattern may name any of its modules.
         names = [name, *(alias for alias, own in program.aliases.items() if own == name)]
@@ -178,17 +217,25 @@ def _products(program: Program, linear: Float8) -> dict[fx.Node, _Operands]:
             continue
         layers = [n for n in matrices if weights[n] == [weight] and not gradients[n]]
         results = {n.meta["val"].shape for n in layers}
-        chosen.update(layers)
+        chosen |= dict.fromkeys(layers, name)
         for node, made in gradients.items():
             # Of the gradient of a layer's result, and not of what else is computed from the parameter.
             of_layer = len(made) == 1 and made[0].meta["val"].shape in results
             of_weight = not weights[node] and node in terms.get(name, ())
             if of_layer and (weights[node] == [weight] or of_weight):
-                chosen.add(node)
-    return {
-        n: _Operands(*(_Operand(m, flipped, GRADIENTS if m in gradients[n] else VALUES) for m, flipped in matrices[n]))
-        for n in chosen
-    }
+                chosen.setdefault(node, name)
+
+    def operand(node: fx.Node, matrix: fx.Node, flipped: bool) -> _Operand:
+        if matrix in gradients[node]:
+            return _Operand(matrix, flipped, GRADIENTS, float8.GRADIENT)
+        row = float8.WEIGHT if _parameter(matrix, parameters) else float8.INPUT
+        return _Operand(matrix, flipped, VALUES, row)
+
+    found = {}
+    for node, name in chosen.items():
+        left, right = (operand(node, *m) for m in matrices[node])
+        found[node] = _Operands(left, right, name)
+    return found
 
 
 def _base(operand: object) -> tuple[fx.Node, bool]:
