@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 from torch import fx
 
@@ -30,11 +31,12 @@ def check(program: Program, plan: Plan) -> None:
     program.graph.graph.lint()
     holds = graph_info(program.graph).invariants
     _check_sums(program)
+    of_one = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind in ("batch", "tangent")}
     for node in program.graph.graph.nodes:
         _check_host(node)
         if "layouts" in holds:
             _check_layouts(node)
-            _check_hoisted(node)
+            _check_hoisted(node, of_one)
         if "placed" in holds:
             _check_placed(node)
         if "local" in holds:
@@ -68,9 +70,10 @@ def _check_host(node: fx.Node) -> None:
         raise ValueError(f"node {node.name} takes {on_host[0]}, which is in host memory")
 
 
-def _check_hoisted(node: fx.Node) -> None:
-    varying = [a for a in node.all_input_nodes if not is_hoisted(a)] if is_hoisted(node) else []
-    if varying:
+def _check_hoisted(node: fx.Node, of_one: Collection[fx.Node]) -> None:
+    # The graph that runs first takes parameters and buffers alone.
+    varying = [a for a in node.all_input_nodes if a in of_one or not is_hoisted(a)]
+    if varying and is_hoisted(node):
         raise ValueError(f"node {node.name} runs before the first microbatch and takes {varying[0]}, which is of one")
 
 

@@ -19,7 +19,7 @@ from autopar.ir.ops.exchange import block_sizes, exchange_rows
 from autopar.ir.ops.random import generator_states, restore_generators
 from autopar.ir.ops.rows import gather_rows_, reduce_rows_, scatter_rows_
 from autopar.ir.ops.sequence.send_block import send_block, sent
-from autopar.ir.program import Program, is_hoisted
+from autopar.ir.program import Input, Output, Program
 from autopar.ir.shards import coordinates
 from autopar.passes.canonicalize.strides import canonicalize_strides
 from autopar.passes.kernels.insert_contiguous import with_contiguous
@@ -38,7 +38,6 @@ def emulate(
     names: Sequence[str],
     sizes: Sequence[int],
     inputs: Sequence[Sequence[torch.Tensor]],
-    shared: dict[fx.Node, list[Any]] | None = None,
     observe: Observer | None = None,
     draw: random.Random | None = None,
 ) -> list[list[torch.Tensor | None]]:
@@ -49,7 +48,6 @@ def emulate(
         names: of the mesh axes.
         sizes: of the mesh axes.
         inputs: ``inputs[i][rank]``, the local tensors of each placeholder.
-        shared: of a step in microbatches, values of hoisted nodes: the first microbatch fills it, others read it.
         observe: called with every operator node and its values on all ranks, in order.
         draw: gives inputs and results of operators random strides; for a program that takes any
             (`autopar.passes.kernels.insert_contiguous.insert_contiguous_everywhere`). None: they keep their own.
@@ -64,7 +62,7 @@ def emulate(
     groups = {name: _groups(ranks, axis) for axis, name in enumerate(names)}
     environment: dict[fx.Node, list[Any]] = dict(zip(program.placeholders, map(list, inputs), strict=True))
     if draw is not None:
-        environment = {node: [random_strides(v, draw) for v in values] for node, values in environment.items()}
+        environment = {node: [_restrided(v, draw) for v in values] for node, values in environment.items()}
     # Values of all ranks are in one memory: each is freed after its last use.
     dead_after = _last_uses(program.graph.graph)
     with torch.no_grad():
@@ -73,12 +71,9 @@ def emulate(
                 constant = getattr(program.graph, str(node.target))
                 environment[node] = [constant] * len(ranks)
             elif node.op == "call_function":
-                known = None if shared is None else shared.get(node)
-                environment[node] = known or _run_node(node, environment, names, ranks, groups)
-                if draw is not None and not known and node.target not in _WITH_OWN_STRIDES:
+                environment[node] = _run_node(node, environment, names, ranks, groups)
+                if draw is not None and node.target not in _WITH_OWN_STRIDES:
                     environment[node] = [_restrided(v, draw) for v in environment[node]]
-                if shared is not None and is_hoisted(node):
-                    shared[node] = environment[node]
                 if observe is not None:
                     observe(node, environment[node])
             for dead in dead_after.get(node, ()):
@@ -95,6 +90,15 @@ def _restrided(value: Any, draw: random.Random) -> Any:
     if isinstance(value, tuple | list):
         return [_restrided(v, draw) for v in value]
     return random_strides(value, draw) if isinstance(value, torch.Tensor) else value
+
+
+def as_program(graph: fx.GraphModule) -> Program:
+    """A graph that is a part of a program's, as a program of its own."""
+    (values,) = graph.graph.output_node().args
+    outputs = tuple(Output("result", str(i)) for i in range(len(values)))  # type: ignore[arg-type]
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    inputs = tuple(Input("batch", str(i)) for i in range(len(placeholders)))
+    return Program(graph, inputs, outputs, len(outputs), None)
 
 
 def run_whole(

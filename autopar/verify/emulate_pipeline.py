@@ -11,11 +11,11 @@ from torch import fx
 
 from autopar.ir.ops.random import current_seed, derive_seed, step_seed
 from autopar.ir.plan import Plan
-from autopar.ir.program import Input, Output, Program
+from autopar.ir.program import Output, Program
 from autopar.pipeline.executor import Run, StageRun, begin, end, exchange_here
 from autopar.pipeline.schedules import BACKWARD_WEIGHT, Action, order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, StageGraph, StageGraphs
-from autopar.verify.emulate import emulate
+from autopar.verify.emulate import as_program, emulate
 
 Inputs = Callable[[int], Sequence[Sequence[torch.Tensor]]]
 """``inputs(microbatch)[i][rank]``: the local tensors of each placeholder on the ranks of a stage."""
@@ -85,11 +85,8 @@ def _runner(plan: Plan, draw: random.Random | None) -> Run:
     inner, seed = plan.inner, current_seed()
 
     def run(graph: StageGraph, microbatch: int, values: list[Any]) -> list[Any]:
-        inputs = tuple(Input("batch", str(i)) for i in range(len(graph.takes)))
-        results = tuple(Output("result", str(i)) for i in range(len(graph.gives)))
-        part = Program(graph.graph, inputs, results, len(results), None)
         with step_seed(derive_seed(seed, microbatch)):
-            return emulate(part, inner.axis_names, inner.axis_sizes, values, draw=draw)
+            return emulate(as_program(graph.graph), inner.axis_names, inner.axis_sizes, values, draw=draw)
 
     return run
 

@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,7 +16,8 @@ from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.shards import assemble, block, common_blocks, coordinates, join, take
-from autopar.verify.emulate import Observer, emulate, run_whole
+from autopar.runtime.step.microbatch_step import INVARIANT_INPUTS, cut_microbatches
+from autopar.verify.emulate import Observer, as_program, emulate, run_whole
 from autopar.verify.emulate_pipeline import emulate_pipeline
 from autopar.verify.float64 import as_dtype, default_dtype
 
@@ -122,20 +124,53 @@ class EmulatedStep:
 
     def run_flat(self, observers: Observers = lambda turn: None) -> list[Whole | None]:
         """The same, stages or not: all devices of a stage run the whole graph."""
-        local, inner = as_dtype(self.local, self.dtype), self.plan.inner
-        # The copy has other nodes, without the layouts that an observer compares with.
-        own = dict(zip(local.graph.graph.nodes, self.local.graph.graph.nodes, strict=True))
-        totals, results = self._totals(), []
-        shared: dict[fx.Node, list[object]] = {}
-        turns = self.local.part.count if self.plan.shares is None else max(self.plan.shares.counts)
-        for turn in range(turns):
+        local = as_dtype(self.local, self.dtype)
+        if self.local.part.count > 1:
+            return self._run_microbatches(local, observers)
+        observe = observers(0)
+        with GradientAccumulator().microbatch(), default_dtype(self.dtype):
+            return self._whole(self._emulated(local, self.local_inputs(0), observe))
+
+    def _run_microbatches(self, local: Program, observers: Observers) -> list[Whole | None]:
+        """Run the graphs that devices run, each as often as they do: what runs once sees no earlier microbatch."""
+        cut, totals, results = cut_microbatches(local), self._totals(), []
+        assert cut.backward is not None
+        hoisted, each, last = (None if g is None else as_program(g) for g in (cut.hoisted, cut.forward, cut.backward))
+        assert each is not None and last is not None
+        rows = self._row_positions(last)
+        shared: list[Any] = []
+        for turn in range(local.part.count if self.plan.shares is None else max(self.plan.shares.counts)):
             observe = observers(turn)
-            seen = None if observe is None else _renamed(observe, own)
-            with totals.microbatch(), default_dtype(self.dtype):
+            with default_dtype(self.dtype):
                 inputs = self.local_inputs(turn)
-                outputs = emulate(local, inner.axis_names, inner.axis_sizes, inputs, shared, seen, self.draw)
-                results.append(self._whole(outputs))
+                if turn == 0 and hoisted is not None:
+                    invariant = [v for v, i in zip(inputs, local.inputs, strict=True) if i.kind in INVARIANT_INPUTS]
+                    shared = self._emulated(hoisted, invariant, observe)
+                with totals.microbatch():
+                    values = self._emulated(each, [*inputs, *shared], observe)
+                results.append(self._whole([[] if at is None else values[at] for at in rows]))
+        with default_dtype(self.dtype):
+            results[-1] = self._whole(self._emulated(last, values, observe))
         return self._joined(results)
+
+    def _emulated(self, program: Program, inputs: Sequence[Sequence[torch.Tensor]], observe: Observer | None) -> Any:
+        """What a graph returns on each rank, of a copy of the rewritten one or a part of it."""
+        inner = self.plan.inner
+        # The copy has other nodes, without the layouts that an observer compares with.
+        seen = None if observe is None else _renamed(observe, self._nodes)
+        return emulate(program, inner.axis_names, inner.axis_sizes, inputs, seen, self.draw)
+
+    @functools.cached_property
+    def _nodes(self) -> dict[str, fx.Node]:
+        return {n.name: n for n in self.local.graph.graph.nodes}
+
+    def _row_positions(self, last: Program) -> list[int | None]:
+        """Of each output that consists of rows: its position in what each microbatch returns."""
+        placeholders = last.placeholders
+        return [
+            placeholders.index(v) if o.kind == "result" and o.name in self.local.part.results and v else None
+            for o, v in zip(self.local.outputs, last.output_values, strict=True)
+        ]
 
     def run_on_one_device(self, part: Program) -> list[Whole | None]:
         """The same of the program of one microbatch before it is rewritten: one device has all of its rows."""
@@ -184,6 +219,6 @@ class _SharedAccumulator(GradientAccumulator):
         return self.sums[self._next - 1]
 
 
-def _renamed(observe: Observer, nodes: Mapping[fx.Node, fx.Node]) -> Observer:
-    """An observer that sees nodes of a copied graph as those of the original."""
-    return lambda node, values: observe(nodes[node], values)
+def _renamed(observe: Observer, nodes: Mapping[str, fx.Node]) -> Observer:
+    """An observer that sees nodes of a copied graph as those of the original, whose names they have."""
+    return lambda node, values: observe(nodes[node.name], values)
