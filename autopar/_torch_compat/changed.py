@@ -21,13 +21,21 @@ def checkpoint_replaced(reentrant: Callable[..., Any], other: Callable[..., Any]
     """
     from torch.utils import checkpoint as module
 
-    before = module._checkpoint_without_reentrant_generator
-    module._checkpoint_without_reentrant_generator = other
+    def with_own_arguments(function: Any, args: Any, kwargs: Any, *, preserve_rng_state: bool, **options: Any) -> Any:
+        rest = (options["determinism_check"], options["debug"], options["early_stop"])
+        return other(function, preserve_rng_state, options["context_fn"], *rest, *args, **kwargs)
+
+    # Since 2.14 the former name is there, and not what `checkpoint` calls.
+    name, stand_in = "_checkpoint_without_reentrant_generator_impl", with_own_arguments
+    if not hasattr(module, name):
+        name, stand_in = "_checkpoint_without_reentrant_generator", other
+    before = getattr(module, name)
+    setattr(module, name, stand_in)
     module.CheckpointFunction.apply = staticmethod(reentrant)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        module._checkpoint_without_reentrant_generator = before
+        setattr(module, name, before)
         del module.CheckpointFunction.apply  # what it inherits is back
 
 
