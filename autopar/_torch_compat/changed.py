@@ -61,7 +61,10 @@ def without_ordered_effects() -> Iterator[None]:
     import torch._higher_order_ops.effects  # noqa: F401  registers them
     from torch._library.simple_registry import singleton
 
-    entry: Any = singleton.find("aten::_linalg_check_errors").effect
+    entry: Any = getattr(singleton.find("aten::_linalg_check_errors"), "effect", None)
+    if not hasattr(entry, "_effect"):
+        yield
+        return
     before, entry._effect = entry._effect, None
     try:
         yield
@@ -80,8 +83,9 @@ def resampling_as_operators() -> Iterator[None]:
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     taken: list[tuple[Any, dict[Any, Any]]] = []
     for name in names:
-        packet = getattr(torch.ops.aten, name)
-        for operator in (packet.default, packet.vec):
+        packet = getattr(torch.ops.aten, name, None)
+        operators = [getattr(packet, overload, None) for overload in ("default", "vec")]
+        for operator in (o for o in operators if hasattr(o, "py_kernels") and hasattr(o, "_dispatch_cache")):
             taken.append((operator, {k: operator.py_kernels.pop(k) for k in keys if k in operator.py_kernels}))
             operator._dispatch_cache.clear()
     try:
