@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from inspect import signature
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar import _torch_compat as compat
 from autopar.errors import AutoparError
+from autopar.ir.layout import At
+from autopar.runtime.state import parameters
 from autopar.runtime.state.whole_operators import WholeView, install_whole_operators
 
 aten = torch.ops.aten
@@ -164,6 +167,15 @@ def test_subclasses_of_dtensor_are_asked(fake_group: object) -> None:
     """What tensors of one pipeline stage live by; torch 2.11 alone does not."""
     asked = compat.asks_subclasses(init_device_mesh("cpu", (2,), mesh_dim_names=("a",)))
     assert asked or torch.__version__.startswith("2.11.")
+
+
+def test_stages_need_subclasses_that_are_asked(fake_group: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "asks_subclasses", lambda mesh: False)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    tensor, none = DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()], run_check=False), cast(Any, None)
+    with pytest.raises(AutoparError, match=r"pipeline stages with torch .* install torch 2.12 or newer"):
+        parameters.lay_out(tensor, torch.ones(4, 2), none, (At(0),), none)
+    assert tensor.placements == (Replicate(),)
 
 
 def test_read_only() -> None:
