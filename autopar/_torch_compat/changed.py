@@ -84,7 +84,7 @@ def resampling_as_operators() -> Iterator[None]:
     taken: list[tuple[Any, dict[Any, Any]]] = []
     for name in names:
         packet = getattr(torch.ops.aten, name, None)
-        operators = [getattr(packet, overload, None) for overload in ("default", "vec")]
+        operators: list[Any] = [getattr(packet, overload, None) for overload in ("default", "vec")]
         for operator in (o for o in operators if hasattr(o, "py_kernels") and hasattr(o, "_dispatch_cache")):
             taken.append((operator, {k: operator.py_kernels.pop(k) for k in keys if k in operator.py_kernels}))
             operator._dispatch_cache.clear()
