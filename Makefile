@@ -8,13 +8,20 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 # One intra-op thread: tests run beside each other, and results must not depend on the number of cores. Bytecode is
 # written, or each of the many processes would compile every module again.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+RUN := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST_ARGS := -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(RUN) .venv/bin/python $(PYTEST_ARGS)
+
+# Other versions of torch that `make test-versions` tests, each in an environment of its own, and what runs on each.
+VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
+VERSION_TESTS ?= tests/torch_compat tests/test_import.py tests/capture tests/strategies/test_rules.py tests/verify \
+  $(addprefix tests/distributed/test_,changes.py microbatches.py staged_tensors.py whole_operators.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv links demo test tests test-deep test-models lint style types format bench docs
+.PHONY: help .venv links demo test tests test-deep test-models test-versions lint style types format bench docs
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' Makefile
 
 .venv: .venv/.stamp ## build the virtual environment (again, when pyproject.toml or constraints.txt changed)
 
@@ -54,6 +61,20 @@ test-deep: lint .venv/.models ## the same with the deep tests and 2000 examples 
 
 test-models: .venv/.models ## networks of timm, diffusers and PEFT: planned, verified and trained on 4 processes
 	$(PYTEST) -m "deep or not deep" tests/real_models
+
+# All that constraints.txt pins but torch.
+build/torch-%/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv build/torch-$*
+	grep -v '^torch==' constraints.txt > build/torch-$*/constraints.txt
+	build/torch-$*/bin/python -m pip --disable-pip-version-check install -q -c build/torch-$*/constraints.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) 'torch==$*' -e '.[dev]'
+	@touch $@
+
+test-versions: $(VERSIONS:%=build/torch-%/.stamp) ## contract tests and some others on each torch of VERSIONS="2.11.0 2.15.0"
+	@failed=; for version in $(VERSIONS); do \
+	  echo "== torch $$version"; \
+	  $(RUN) build/torch-$$version/bin/python $(PYTEST_ARGS) -m "not deep" $(VERSION_TESTS) || failed="$$failed $$version"; \
+	done; [ -z "$$failed" ] || { echo "failed with torch$$failed" >&2; exit 1; }
 
 lint: style types ## ruff, formatting and mypy, changing nothing
 

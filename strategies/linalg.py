@@ -45,8 +45,11 @@ def batched(equation: str, linear: Linear = (), strides: str = ANY) -> Callable[
     return batched_rule
 
 
+# `torch.cholesky`, which torch took away in 2.14; `torch.linalg.cholesky` runs another operator.
+_FORMER = (aten.cholesky,) if hasattr(aten, "cholesky") else ()
+
 ONE_MATRIX = {
-    "mn->mn": (aten.cholesky, aten.cholesky_inverse),
+    "mn->mn": (*_FORMER, aten.cholesky_inverse),
     "mn->mn,": (aten.linalg_cholesky_ex, aten.linalg_inv_ex),
     "mn->,mn,k": (aten._linalg_det,),
     "mn->,,mn,k": (aten._linalg_slogdet,),

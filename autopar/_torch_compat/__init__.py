@@ -27,10 +27,12 @@ from autopar._torch_compat.changed import (
 )
 from autopar._torch_compat.compilers import budget_partition, default_partition, inductor, inductor_lacks
 from autopar._torch_compat.dtensor import (
+    asks_subclasses,
     context_parallel_internals,
     convert_assigned,
     dtensor_overloads,
     local_shape_of,
+    read_only,
     redistributed,
     reduce_found_inf_over_every_gradient,
     refuse_items_of_unreduced,
@@ -74,6 +76,7 @@ __all__ = [
     "TorchDispatchMode",
     "TracingContext",
     "aot_export_joint_with_descriptors",
+    "asks_subclasses",
     "attention_kernel",
     "below_autograd",
     "budget_partition",
@@ -106,6 +109,7 @@ __all__ = [
     "pipeline_runtime",
     "put_around_collectives",
     "pytree_node",
+    "read_only",
     "recurrent_dropout",
     "redistributed",
     "reduce_found_inf_over_every_gradient",

@@ -21,13 +21,21 @@ def checkpoint_replaced(reentrant: Callable[..., Any], other: Callable[..., Any]
     """
     from torch.utils import checkpoint as module
 
-    before = module._checkpoint_without_reentrant_generator
-    module._checkpoint_without_reentrant_generator = other
+    def with_own_arguments(function: Any, args: Any, kwargs: Any, *, preserve_rng_state: bool, **options: Any) -> Any:
+        rest = (options["determinism_check"], options["debug"], options["early_stop"])
+        return other(function, preserve_rng_state, options["context_fn"], *rest, *args, **kwargs)
+
+    # Since 2.14 the former name is there, and not what `checkpoint` calls.
+    name, stand_in = "_checkpoint_without_reentrant_generator_impl", with_own_arguments
+    if not hasattr(module, name):
+        name, stand_in = "_checkpoint_without_reentrant_generator", other
+    before = getattr(module, name)
+    setattr(module, name, stand_in)
     module.CheckpointFunction.apply = staticmethod(reentrant)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        module._checkpoint_without_reentrant_generator = before
+        setattr(module, name, before)
         del module.CheckpointFunction.apply  # what it inherits is back
 
 
@@ -53,7 +61,10 @@ def without_ordered_effects() -> Iterator[None]:
     import torch._higher_order_ops.effects  # noqa: F401  registers them
     from torch._library.simple_registry import singleton
 
-    entry: Any = singleton.find("aten::_linalg_check_errors").effect
+    entry: Any = getattr(singleton.find("aten::_linalg_check_errors"), "effect", None)
+    if not hasattr(entry, "_effect"):
+        yield
+        return
     before, entry._effect = entry._effect, None
     try:
         yield
@@ -72,8 +83,9 @@ def resampling_as_operators() -> Iterator[None]:
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     taken: list[tuple[Any, dict[Any, Any]]] = []
     for name in names:
-        packet = getattr(torch.ops.aten, name)
-        for operator in (packet.default, packet.vec):
+        packet = getattr(torch.ops.aten, name, None)
+        operators: list[Any] = [getattr(packet, overload, None) for overload in ("default", "vec")]
+        for operator in (o for o in operators if hasattr(o, "py_kernels") and hasattr(o, "_dispatch_cache")):
             taken.append((operator, {k: operator.py_kernels.pop(k) for k in keys if k in operator.py_kernels}))
             operator._dispatch_cache.clear()
     try:

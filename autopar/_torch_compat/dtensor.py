@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -162,6 +163,13 @@ _WRONG = frozenset(
 """Operators whose rules, in some version of torch, take a mask for indices, or indices of the whole for a part's."""
 
 
+_PARTS = (
+    "_allow_implicit_replication", "_custom_op_handlers", "_dispatch_fast_path_python_tail",
+    "_dispatch_get_local_results_slow_path", "_propagate_op_sharding_dispatch_slow_path", "_random_ops", "wrap",
+)  # fmt: skip
+"""What `run_beyond_dtensor` takes of torch's dispatcher."""
+
+
 def run_beyond_dtensor(
     run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any], compare: Callable[[Any, list[Any], Any], None]
 ) -> None:
@@ -171,12 +179,15 @@ def run_beyond_dtensor(
     A view of a tensor that is moved for it is made by ``run``, too: it is a copy, to which what is written is lost.
     It leaves a sum over all elements as each rank's term, which ``item()`` then cannot give: here it is reduced at
     once. A random operator draws the same numbers on each rank's part where it has no generator of its own for that,
-    as on CPUs. Once: a later call changes nothing.
+    as on CPUs. Once: a later call changes nothing; nor does the first where torch's dispatcher has other parts, and
+    torch's own errors remain.
     """
     from torch.distributed.tensor import DTensor
 
     dispatcher: Any = DTensor._op_dispatcher
     if "_propagate_op_sharding_dispatch_slow_path" in vars(dispatcher):
+        return
+    if not all(hasattr(dispatcher, name) for name in _PARTS):
         return
     propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
 
@@ -293,6 +304,50 @@ def refuse_to_pickle_parts(refuse: Callable[[Any], Exception]) -> None:
         return local.__reduce_ex__(protocol)
 
     DTensor.__reduce_ex__ = reduce  # type: ignore[method-assign]
+
+
+@cache
+def asks_subclasses(mesh: Any) -> bool:
+    """Whether a subclass of `DTensor` runs its operators by its own ``__torch_dispatch__``: not with torch 2.11."""
+    from torch.distributed.tensor import DTensor
+
+    class Probe(DTensor):
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return None
+
+    with torch.no_grad():
+        local = torch.ones(1)
+        spec = spec_in(mesh, (_replicate(),) * mesh.ndim, TensorMeta(local.shape, local.stride(), local.dtype))
+        probe: Any = Probe(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return torch.ops.aten.neg.default(probe) is None
+
+
+class _ReadOnly(torch.Tensor):
+    refusal: Callable[[Any], Exception]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        refusals = [t.refusal for t in _plain_tensors((args, kwargs or {})) if isinstance(t, _ReadOnly)]
+        if any(isinstance(t, _ReadOnly) for t in _written_by(func, args, kwargs or {})):
+            raise refusals[0](func)
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **(kwargs or {}))
+        if not func._schema._is_view_op():
+            return result
+        views = [read_only(t, refusals[0]) for t in _plain_tensors([result])]
+        return views[0] if isinstance(result, torch.Tensor) else views
+
+
+def read_only(tensor: torch.Tensor, refusal: Callable[[Any], Exception]) -> torch.Tensor:
+    """The same memory as a tensor of which ``refusal(op)`` is raised by each operator that would write to it."""
+    found: Any = torch.Tensor._make_subclass(_ReadOnly, tensor)
+    found.refusal = refusal
+    return found  # type: ignore[no-any-return]
 
 
 def context_parallel_internals() -> Any:

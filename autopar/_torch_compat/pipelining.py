@@ -47,8 +47,16 @@ def pipeline_runtime(
     make: Any = schedules._PipelineScheduleRuntime
     runtime = make(list(stages), microbatches, backward_requires_autograd=False)
     runtime.stage_index_to_group_rank = dict(enumerate(device_of))
+    # Since 2.15 a send has to be waited for. These stages do that themselves, with a timeout, and give no work.
+    waits = {"SEND_F": "WAIT_SEND_F", "SEND_B": "WAIT_SEND_B"} if hasattr(schedules, "WAIT_SEND_F") else {}
+    for stage in stages if waits else ():
+        stage.release_fwd_send_outputs = lambda microbatch: None
     runtime.pipeline_order_with_comms = {
-        device: [schedules._Action(s, schedules._ComputationType(kind), n) for s, kind, n in row]
+        device: [
+            schedules._Action(s, schedules._ComputationType(k), n)
+            for s, kind, n in row
+            for k in (kind, *([waits[kind]] if kind in waits else []))
+        ]
         for device, row in enumerate(rows)
     }
     runtime._stages_forward_initialized = True  # the stages know their shapes

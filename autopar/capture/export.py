@@ -331,7 +331,8 @@ def _explain(error: Exception) -> CaptureError:
             f"control flow that depends on data{line}: one graph must serve every batch; {remedy}"
             "use torch.where or torch.cond, masked sums in place of tensor[mask], or move the decision out of the model"
         )
-    if "DeviceMismatch" in kind and "meta" in text:
+    # The second is torch 2.11's.
+    if ("DeviceMismatch" in kind or "FakeTensor Device Propagation" in text) and "meta" in text:
         return CaptureError(
             f"a tensor on the meta device that is no parameter, buffer or batch tensor{line}: its values would become "
             "constants of the graph; make it with register_buffer, or on a real device"

@@ -17,7 +17,10 @@ from autopar._torch_compat import TorchDispatchMode
 from autopar.errors import AutoparError
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11: pipeline stages are an error"),
+]
 
 READ: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "full": lambda p: p,

@@ -71,6 +71,8 @@ def draws(p: Any) -> None:
 
 
 CHANGES: tuple[Callable[[Any], None], ...] = (masks, views, scalars, draws)
+if torch.__version__.startswith("2.11."):  # there `views` is an error: see the contract tests
+    CHANGES = (masks, scalars, draws)
 
 WEIGHT = torch.arange(1.0, 5.0, dtype=DOUBLE)
 LOSSES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (

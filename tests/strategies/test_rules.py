@@ -38,7 +38,9 @@ def test_every_rule_has_a_sample():
 
 
 def test_the_list_of_rules_says_how_many_samples():
-    assert json.loads(FILE.read_text()) == counts(), "run: python -m tests.strategies.proven"
+    gone = {"aten.cholesky.default"} if not hasattr(torch.ops.aten, "cholesky") else set()  # since torch 2.14
+    listed = {k: v for k, v in json.loads(FILE.read_text()).items() if k not in gone}
+    assert listed == counts(), "run: python -m tests.strategies.proven"
 
 
 @pytest.mark.parametrize("samples", by_operator(SAMPLES))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 from inspect import signature
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar import _torch_compat as compat
+from autopar.errors import AutoparError
+from autopar.ir.layout import At
+from autopar.runtime.state import parameters
 from autopar.runtime.state.whole_operators import WholeView, install_whole_operators
 
 aten = torch.ops.aten
@@ -138,13 +143,49 @@ def test_what_torch_has_no_rule_for_is_handed_over(fake_group: object) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     split = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], run_check=False)
     rows, loss = split[:3], torch.nn.functional.mse_loss(split, split)
-    assert (type(rows), type(split[:, :1]), loss.placements) == (WholeView, DTensor, (Replicate(),))
+    kind = WholeView if compat.asks_subclasses(mesh) else DTensor
+    assert (type(rows), type(split[:, :1]), loss.placements) == (kind, DTensor, (Replicate(),))
+    if kind is DTensor:
+        with pytest.raises(AutoparError, match=r"add_.Tensor would write to a view .* is a copy here"):
+            rows[1:].add_(1)
     split[torch.ones(8, 2, dtype=torch.bool)] = 0
     assert split.to_local().sum() == 0
     assert torch.renorm(split, 2.0, 0, 1.0).placements == (Replicate(),)
     assert (split * torch.ones(8, 2)).placements == (Shard(0),)
     assert type(torch.ones(8, 2).mul_(split)) is torch.Tensor
     assert split.sum().placements == (Replicate(),)
+
+
+def test_other_dispatchers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher = SimpleNamespace(_random_ops=())
+    monkeypatch.setattr(DTensor, "_op_dispatcher", dispatcher)
+    compat.run_beyond_dtensor(lambda *_: None, lambda *_: None)
+    assert vars(dispatcher) == {"_random_ops": ()}
+
+
+def test_subclasses_of_dtensor_are_asked(fake_group: object) -> None:
+    """What tensors of one pipeline stage live by; torch 2.11 alone does not."""
+    asked = compat.asks_subclasses(init_device_mesh("cpu", (2,), mesh_dim_names=("a",)))
+    assert asked or torch.__version__.startswith("2.11.")
+
+
+def test_stages_need_subclasses_that_are_asked(fake_group: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "asks_subclasses", lambda mesh: False)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    tensor, none = DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()], run_check=False), cast(Any, None)
+    with pytest.raises(AutoparError, match=r"pipeline stages with torch .* install torch 2.12 or newer"):
+        parameters.lay_out(tensor, torch.ones(4, 2), none, (At(0),), none)
+    assert tensor.placements == (Replicate(),)
+
+
+def test_read_only() -> None:
+    memory = torch.zeros(3, 2)
+    found = compat.read_only(memory, lambda op: ValueError(str(op)))
+    assert type(found + 1) is torch.Tensor
+    for view in (found, found[1:], found.view(-1), *found.chunk(2)):
+        with pytest.raises(ValueError, match="mul_"):
+            view.mul_(2)
+    assert found.data_ptr() == memory.data_ptr()
 
 
 def test_parts_are_not_pickled(fake_group: object) -> None:

@@ -9,7 +9,8 @@ def test_every_name_has_a_contract() -> None:
     tested = {
         "BatchNorm", "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
         "StridedShard", "TensorMeta",
-        "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "attention_kernel",
+        "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "asks_subclasses",
+        "attention_kernel",
         "below_autograd",
         "budget_partition",
         "checkpoint_replaced", "compiling", "context_parallel_internals",
@@ -20,7 +21,7 @@ def test_every_name_has_a_contract() -> None:
         "interpreter_takes", "interpreting", "interrupt_gloo", "is_all_true", "is_boxed",
         "is_traced", "is_transformed", "local_shape_of",
         "masks_as_they_are", "new_fake_results", "number_of_groups", "operator_database", "pipeline_runtime",
-        "put_around_collectives", "pytree_node", "recurrent_dropout", "redistributed",
+        "put_around_collectives", "pytree_node", "read_only", "recurrent_dropout", "redistributed",
         "resampling_as_operators",
         "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "refuse_to_pickle_parts", "run_beyond_dtensor",

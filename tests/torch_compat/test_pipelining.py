@@ -46,3 +46,23 @@ def test_the_runtime_of_pipelines_calls_a_stage() -> None:
     rows = [[(0, "F", 0), (1, "F", 0), (1, "I", 0), (0, "B", 0), (1, "W", 0)]]
     compat.pipeline_runtime([Stage(0), Stage(1)], rows, [0, 0], 1)()
     assert calls == [("F", 0), ("handed", 1), ("F", 1), ("I", 1), ("back", 0), ("B", 0), ("W", 1)]
+
+
+def test_sends_of_stages_that_give_no_work() -> None:
+    """Since 2.15 the runtime has to be told when a send is over."""
+    sent: list[int] = []
+
+    class Stage:
+        num_stages, group_rank, group_size, submod, has_backward = 2, 0, 2, None, True
+        stage_index, is_first, is_last = 0, True, False
+
+        def get_fwd_send_ops(self, n: int) -> list[object]:
+            sent.append(n)
+            return []
+
+        def forward_one_chunk(self, n: int, *_: object, **__: object) -> list[int]:
+            return []
+
+    rows = [[(0, "F", 0), (0, "SEND_F", 0), (0, "F", 1), (0, "SEND_F", 1)], []]
+    compat.pipeline_runtime([Stage()], rows, [0, 1], 2)()
+    assert sent == [0, 1]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch_compat import (
     FakeTensorMode,
+    asks_subclasses,
     put_around_collectives,
     reduce_found_inf_over_every_gradient,
     refuse_items_of_unreduced,
@@ -20,6 +21,7 @@ from autopar._torch_compat import (
 )
 from autopar.capture.state.slots import tensor_attributes
 from autopar.capture.swap import put_reference, references_of
+from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, TensorType, replicated
 from autopar.runtime.agreement.control import during_any
 from autopar.runtime.dtensor import (
@@ -97,6 +99,12 @@ def lay_out(
     if not isinstance(parameter, DTensor):
         parameter.data = local
         return
+    if owner_of(layout) is not None and not asks_subclasses(parameter.device_mesh):
+        raise AutoparError(
+            f"pipeline stages with torch {torch.__version__}: its operators take a tensor of one stage for one that is "
+            "split over the stages, which is silently wrong; install torch 2.12 or newer, or plan without stages "
+            '(Search(pins={"stages": 1}))'
+        )
     placements = to_placements(type_, layout)
     # Not `parameter.data = ...`: torch's setter leaves the local tensor of a DTensor as it was.
     parameter._local_tensor = local.requires_grad_(parameter.requires_grad).detach()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar._torch_compat import TensorMeta, redistributed, run_beyond_dtensor, spec_in
+from autopar._torch_compat import TensorMeta, asks_subclasses, read_only, redistributed, run_beyond_dtensor, spec_in
 from autopar.errors import AutoparError, RankError
 from autopar.runtime.agreement.control import during_any
 from autopar.runtime.dtensor import full_tensor
@@ -102,11 +102,22 @@ def as_views(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     first = op._schema.arguments[0].alias_info if op._schema.arguments else None
     if first is None or first.is_write or not isinstance(args[0], DTensor):
         return result
+    if not asks_subclasses(args[0].device_mesh):
+        for view in _tensors(result):
+            view._local_tensor = read_only(view._local_tensor, _lost)  # type: ignore[attr-defined]
+        return result
     for i, view in enumerate(_tensors(result)):
         view.__class__ = WholeView
         number = None if isinstance(result, torch.Tensor) else i
         view.source = (args[0], op, args[1:], kwargs, number)  # type: ignore[attr-defined]
     return result
+
+
+def _lost(op: Any) -> AutoparError:
+    return AutoparError(
+        f"{op} would write to a view of a tensor on the mesh that is a copy here, and be lost, with torch "
+        f"{torch.__version__}: install torch 2.12 or newer, or write to the tensor itself (torch.where, or a mask)"
+    )
 
 
 def _whole(tensor: DTensor, fills: bool) -> torch.Tensor:
