@@ -193,7 +193,8 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
         ("Cluster.link_for", H100.link_for, {}, {"axis_sizes": [1, "a", None, [("a", 2)]]}),
         ("Precision", Precision, {}, OF_PRECISION),
         ("Float8", autopar.Float8, {}, {
-            "scaling": ["rows", "", None, 1, [], b"rowwise"], "exclude": [None, "head", ["head"], ("",), (1,), {"head"}]}),
+            "scaling": ["rows", "", None, 1, [], b"rowwise"], "exclude": [None, "head", ["head"], ("",), (1,), {"head"}],
+            "history": [0, -1, 1.5, None, "16", True, [], 8]}),
         ("Plan.save", plan.save, {}, {"path": [None, *NO_PATH]}),
         ("Plan.load", Plan.load, {}, {"path": [None, *NO_PATH]}),
         ("Plan.check", plan.check, given, {

@@ -49,7 +49,10 @@ class Float8:
         if not isinstance(self.history, int) or isinstance(self.history, bool) or self.history < 1:
             raise ValueError(f"Float8(history={self.history!r}): expected a number of steps, such as 16")
         if self.scaling != DELAYED and self.history != Float8.history:
-            raise ValueError(f"Float8(history={self.history}): only scaling='delayed' looks back; leave history out")
+            raise ValueError(
+                f"Float8(history={self.history}): expected none with scaling={self.scaling!r}: only 'delayed' looks back; "
+                "leave history out"
+            )
 
     def __str__(self) -> str:
         """``fp8, tensorwise scaling of current values``."""
