@@ -50,8 +50,8 @@ class Float8:
             raise ValueError(f"Float8(history={self.history!r}): expected a number of steps, such as 16")
         if self.scaling != DELAYED and self.history != Float8.history:
             raise ValueError(
-                f"Float8(history={self.history}): expected none with scaling={self.scaling!r}: only 'delayed' looks back; "
-                "leave history out"
+                f"Float8(history={self.history}): expected none with scaling={self.scaling!r}: only 'delayed' looks "
+                "back; leave history out"
             )
 
     def __str__(self) -> str:
