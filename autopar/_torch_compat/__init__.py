@@ -47,10 +47,13 @@ from autopar._torch_compat.operators import (
     below_autograd,
     hooks_of_all_modules,
     is_all_true,
+    map_tensors,
     operator_database,
     pytree_node,
     scaled_mm,
     storage_id,
+    tensors_in,
+    written_by,
 )
 from autopar._torch_compat.pipelining import pipeline_runtime, torch_schedule
 from autopar._torch_compat.processes import interrupt_gloo, number_of_groups, put_around_collectives
@@ -102,6 +105,7 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "local_shape_of",
+    "map_tensors",
     "masks_as_they_are",
     "new_fake_results",
     "number_of_groups",
@@ -125,6 +129,7 @@ __all__ = [
     "storage_id",
     "suggest_memory_format",
     "take_in_foreach",
+    "tensors_in",
     "torch_schedule",
     "traced_graph",
     "traced_node",
@@ -132,4 +137,5 @@ __all__ = [
     "tracing",
     "without_modes",
     "without_ordered_effects",
+    "written_by",
 ]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from autopar._torch_compat.operators import tensors_in, written_by
+
 
 def local_shape_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[int, ...]:
     """Shape of this rank's part of a DTensor, as torch cuts it."""
@@ -198,7 +200,7 @@ def run_beyond_dtensor(
         if op.overloadpacket.__name__ in _WRONG or _is_loss(op):
             return run(op, args, kwargs)
         # Torch's own dispatch writes to a DTensor only.
-        if plain and any(t is v for t in plain for v in _written_by(op, args, kwargs)):
+        if plain and any(t is v for t in plain for v in written_by(op, args, kwargs)):
             return run(op, args, kwargs)
         try:
             found = propagate(op, args, kwargs, info, try_cache)
@@ -232,18 +234,7 @@ def _replicate() -> Any:
 def _plain_tensors(value: Any) -> list[torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
-    if isinstance(value, torch.Tensor):
-        return [] if isinstance(value, DTensor) else [value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [t for v in values for t in _plain_tensors(v)]
-
-
-def _written_by(op: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operator writes to."""
-    names = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    named = [*zip((a.name for a in op._schema.arguments), args, strict=False), *kwargs.items()]
-    found = [v for name, v in named if name in names]
-    return [t for v in found for t in (v if isinstance(v, list | tuple) else (v,))]
+    return [t for t in tensors_in(value) if not isinstance(t, DTensor)]
 
 
 def _is_loss(op: Any) -> bool:
@@ -333,7 +324,7 @@ class _ReadOnly(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         refusals = [t.refusal for t in _plain_tensors((args, kwargs or {})) if isinstance(t, _ReadOnly)]
-        if any(isinstance(t, _ReadOnly) for t in _written_by(func, args, kwargs or {})):
+        if any(isinstance(t, _ReadOnly) for t in written_by(func, args, kwargs or {})):
             raise refusals[0](func)
         with torch._C._DisableTorchDispatch():
             result = func(*args, **(kwargs or {}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,24 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 is_all_true = torch._is_all_true
 """What `torch.distributions` asks of the values that it is given."""
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors among arguments, or results, of an operator, in their order."""
+    return [t for t in _pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The same arguments with ``function`` of each tensor."""
+    return _pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes to, among its arguments."""
+    arguments = op._schema.arguments
+    names = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    named = [*zip((a.name for a in arguments), args, strict=False), *kwargs.items()]
+    return tensors_in([value for name, value in named if name in names])
 
 
 def hooks_of_all_modules() -> list[Callable[..., Any]]:

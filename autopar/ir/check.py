@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from dataclasses import replace
 
 from torch import fx
 
@@ -45,15 +46,13 @@ def check(program: Program, plan: Plan) -> None:
 
 def _check_sums(program: Program) -> None:
     """A sum over microbatches is complete after the last one: what depends on it runs once, and is no term of a sum."""
-    later = set[fx.Node]()
-    for node in program.graph.graph.nodes:
-        if any(a in later or a.target is accumulate for a in node.all_input_nodes):
-            later.add(node)
-            if node.target is accumulate:
-                raise ValueError(
-                    f"node {node.name} adds up over microbatches what is computed once, after the last of them: "
-                    f"{node.args[0]} depends on another sum"
-                )
+    # Of a program of its own, or the next pass would have what is known of the graph before it.
+    node = next((n for n in replace(program).per_step if n.target is accumulate), None)
+    if node is not None:
+        raise ValueError(
+            f"node {node.name} adds up over microbatches what is computed once, after the last of them: {node.args[0]} "
+            "depends on another sum"
+        )
 
 
 def _check_layouts(node: fx.Node) -> None:

@@ -20,6 +20,7 @@ def test_every_name_has_a_contract() -> None:
         "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interpreted",
         "interpreter_takes", "interpreting", "interrupt_gloo", "is_all_true", "is_boxed",
         "is_traced", "is_transformed", "local_shape_of",
+        "map_tensors",
         "masks_as_they_are", "new_fake_results", "number_of_groups", "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "read_only", "recurrent_dropout", "redistributed",
         "resampling_as_operators",
@@ -27,8 +28,9 @@ def test_every_name_has_a_contract() -> None:
         "refuse_items_of_unreduced", "refuse_to_pickle_parts", "run_beyond_dtensor",
         "said_by_kernel", "scaled_mm", "selective_policy", "set_group_timeout",
         "spec_in",
-        "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
+        "storage_id", "suggest_memory_format", "take_in_foreach", "tensors_in",
+        "torch_schedule", "traced_graph", "traced_node",
         "traced_root",
-        "tracing", "without_modes", "without_ordered_effects",
+        "tracing", "without_modes", "without_ordered_effects", "written_by",
     }  # fmt: skip
     assert set(compat.__all__) == tested

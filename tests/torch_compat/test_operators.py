@@ -137,3 +137,13 @@ def test_scaled_mm(rowwise: bool, dtype: torch.dtype) -> None:
     expected = product(*values, *scales, "e5m2", "e4m3", dtype)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+def test_arguments_of_operators() -> None:
+    a, b = torch.ones(2), torch.zeros(2)
+    assert [t is v for t, v in zip(compat.tensors_in(([a, 1], {"x": b})), (a, b), strict=True)] == [True, True]
+    assert torch.equal(compat.map_tensors(torch.neg, ((a, "text"),))[0][0], -a)
+    assert [t is a for t in compat.written_by(aten.add_.Tensor, (a, b), {})] == [True]
+    assert [t is a for t in compat.written_by(aten.add.out, (b, b), {"out": a})] == [True]
+    assert [t is b for t in compat.written_by(aten._foreach_mul_.Scalar, ([b], 2.0), {})] == [True]
+    assert compat.written_by(aten.add.Tensor, (a, b), {}) == []

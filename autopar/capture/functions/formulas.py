@@ -36,7 +36,8 @@ def multilabel_margin_loss(
     if size_average is not None or reduce is not None:
         reduction = _reduction(size_average, reduce)
     classes = input.shape[-1] if input.ndim else 1
-    rows, named, order = input.reshape(-1, classes), target.reshape(-1, classes), _range(classes, target)
+    rows, named = input.reshape(-1, classes), target.reshape(-1, classes)
+    order = torch.arange(classes, device=target.device)
     given = order < torch.where(named == -1, order, classes).amin(-1, keepdim=True)
     is_target = (order == torch.where(given, named, -1).unsqueeze(-1)).any(-2)
     own = rows.gather(-1, torch.where(given, named, 0))
@@ -47,10 +48,6 @@ def multilabel_margin_loss(
     if reduction == "none":
         return losses.reshape(input.shape[:-1])
     return losses.mean() if reduction == "mean" else losses.sum()
-
-
-def _range(length: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(length, device=like.device)
 
 
 def _reduction(size_average: bool | None, reduce: bool | None) -> str:

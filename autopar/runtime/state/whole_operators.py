@@ -17,7 +17,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar._torch_compat import TensorMeta, asks_subclasses, read_only, redistributed, run_beyond_dtensor, spec_in
+from autopar._torch_compat import (
+    TensorMeta,
+    asks_subclasses,
+    map_tensors,
+    read_only,
+    redistributed,
+    run_beyond_dtensor,
+    spec_in,
+    tensors_in,
+    written_by,
+)
 from autopar.errors import AutoparError, RankError
 from autopar.runtime.agreement.control import during_any
 from autopar.runtime.dtensor import full_tensor
@@ -40,15 +50,15 @@ def install_whole_operators() -> None:
 
 def _on_whole_tensors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator on whole tensors; a collective call."""
-    mesh = next(v for v in _tensors((args, kwargs)) if isinstance(v, DTensor)).device_mesh
+    mesh = next(v for v in tensors_in((args, kwargs)) if isinstance(v, DTensor)).device_mesh
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     name = str(op).removeprefix("aten.").removesuffix(".default")
     fills = is_random and (name in _FILLS or name.partition(".")[0] in _FILLS)
-    whole = {id(v): _whole(v, fills) for v in _tensors((args, kwargs)) if isinstance(v, DTensor)}
-    result = op(*_map(args, whole), **_map(kwargs, whole))
-    written = [v for v in _written(op, args, kwargs) if isinstance(v, DTensor)]
+    whole = {id(v): _whole(v, fills) for v in tensors_in((args, kwargs)) if isinstance(v, DTensor)}
+    result = op(*_replaced(args, whole), **_replaced(kwargs, whole))
+    written = [v for v in written_by(op, args, kwargs) if isinstance(v, DTensor)]
     if is_random:
-        for tensor in [whole[id(v)] for v in written] or list(_tensors(result)):
+        for tensor in [whole[id(v)] for v in written] or tensors_in(result):
             _take_of_first(tensor, mesh)
     for tensor in written:
         _write(op, tensor, whole[id(tensor)])
@@ -75,17 +85,17 @@ class WholeView(DTensor):
     ) -> Any:
         """Run an operator on the copy; what it writes goes to the tensor."""
         kwargs = kwargs or {}
-        views = {id(v): v for v in _tensors((args, kwargs)) if isinstance(v, WholeView)}
+        views = {id(v): v for v in tensors_in((args, kwargs)) if isinstance(v, WholeView)}
         plain = {k: DTensor(v._local_tensor, v._spec, requires_grad=False) for k, v in views.items()}  # type: ignore[no-untyped-call]
-        result = func(*_map(args, plain), **_map(kwargs, plain))
-        written = [v for v in _written(func, args, kwargs) if isinstance(v, WholeView)]
+        result = func(*_replaced(args, plain), **_replaced(kwargs, plain))
+        written = [v for v in written_by(func, args, kwargs) if isinstance(v, WholeView)]
         for view in written:
             copy = plain[id(view)]
             view._local_tensor, view._spec = copy._local_tensor, copy._spec
             view.write_back()
         if written:
             own = {id(plain[id(v)]): v for v in written}
-            return _map(result, own) if isinstance(result, list | tuple) else own.get(id(result), result)
+            return _replaced(result, own)
         return as_views(func, args, kwargs, result)
 
     def write_back(self) -> None:
@@ -103,10 +113,10 @@ def as_views(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     if first is None or first.is_write or not isinstance(args[0], DTensor):
         return result
     if not asks_subclasses(args[0].device_mesh):
-        for view in _tensors(result):
+        for view in tensors_in(result):
             view._local_tensor = read_only(view._local_tensor, _lost)  # type: ignore[attr-defined]
         return result
-    for i, view in enumerate(_tensors(result)):
+    for i, view in enumerate(tensors_in(result)):
         view.__class__ = WholeView
         number = None if isinstance(result, torch.Tensor) else i
         view.source = (args[0], op, args[1:], kwargs, number)  # type: ignore[attr-defined]
@@ -165,25 +175,9 @@ def _wrapped(result: Any, mesh: DeviceMesh, own: dict[int, DTensor]) -> Any:
     return type(result)(_wrapped(r, mesh, own) for r in result) if isinstance(result, list | tuple) else result
 
 
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    names = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    named = [*zip((a.name for a in op._schema.arguments), args, strict=False), *kwargs.items()]
-    return [t for name, value in named if name in names for t in _tensors(value)]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [t for v in values for t in _tensors(v)]
-
-
-def _map(value: Any, whole: Mapping[int, torch.Tensor]) -> Any:
-    if isinstance(value, dict):
-        return {k: _map(v, whole) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_map(v, whole) for v in value)
-    return whole.get(id(value), value)
+def _replaced(value: Any, by: Mapping[int, torch.Tensor]) -> Any:
+    """The value with other tensors in the place of some, by their ids."""
+    return map_tensors(lambda t: by.get(id(t), t), value)
 
 
 def _compare(op: Any, plain: list[torch.Tensor], mesh: DeviceMesh) -> None:
