@@ -196,7 +196,7 @@ class _Rounds:
         Raises:
             InfeasibleError: nothing fits.
         """
-        # The first weights are the only ones where a budget binds.
+        # Once: it takes the weights as far as they go, and later searches are for other plans.
         raise_bound = None if self.found else partial(self.price_memory, weights)
         problem = replace(self._problem(weights), start=self._cheapest(weights), raise_bound=raise_bound)
         found = _search(problem)

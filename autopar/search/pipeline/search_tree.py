@@ -27,8 +27,9 @@ from autopar.sharding.dims import analyze
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 
 GUESSED, UNMEASURED = 1.25, 2.0
-"""What kernels alone promise leaves out about so much that plans within a budget have; and so much the whole model in
-any memory, if blocks of it are left out: to search it within a budget takes longer than to search any stage."""
+"""Factors of estimates before a first plan is known: of kernels alone, which leave out what plans take besides, and of
+the whole model in any memory, if blocks of it are left out: to search that within a budget takes longer than any stage.
+Guesses, not fits: they decide what is planned first, and no bound depends on them."""
 
 
 @dataclass(frozen=True)
