@@ -129,14 +129,14 @@ def test_the_simulated_step_is_shorter(recipe: str) -> None:
 
 
 def test_what_is_in_flight_must_fit() -> None:
-    program, _, plan = planned("fsdp", (("data", 4),))
+    program, _, plan = planned("fsdp", tuple(AXES[1].items()))
     needed = [sum(peak_memory(rewrite(program, p), p).values()) for p in (plan, replace(plan, overlap=False))]
     assert needed[0] > needed[1]
     search = Search(recipe="fsdp", pins={"recompute": "regather", "microbatches": 1})
-    tight = solve(program, {"data": 4}, "h100", memory=needed[1] + 1, search=search)
+    tight = solve(program, AXES[1], "h100", memory=needed[1] + 1, search=search)
     # It may overlap if it re-gathers more; in less memory than any such plan takes, nothing does.
     assert sum(peak_memory(rewrite(program, tight), tight).values()) <= needed[1] + 1
-    roomy = solve(program, {"data": 4}, "h100", memory=needed[0] + 1, search=search)
+    roomy = solve(program, AXES[1], "h100", memory=needed[0] + 1, search=search)
     assert roomy.overlap
     assert sum(roomy.predicted.peak_bytes.values()) == needed[0]
 
