@@ -21,6 +21,7 @@ import numpy as np
 
 from autopar.ir.program import Program
 from autopar.search.budget.lagrangian import solve
+from autopar.search.budget.pareto import Frontier
 from autopar.search.formulation.build import Formulation, build
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
@@ -87,7 +88,11 @@ def _solve_block(
 ) -> tuple[Formulation, Solution]:
     built = make(restrictions)
     seconds = max(1.0, limits.deadline - time.monotonic())
-    return built, solve(built.problem, budget=budget, gap=limits.gap, time_limit=seconds)
+    if budget is None:
+        return built, solve(built.problem, gap=limits.gap, time_limit=seconds)
+    # A labeling on the convex hull, which the best one may be beside: axes are searched in turn anyway.
+    frontier = Frontier(built.problem, replace(limits, deadline=time.monotonic() + seconds))
+    return built, frontier.around(budget)[1]
 
 
 def placements(built: Formulation, solution: Solution, tables: Tables) -> dict[str, tuple[Any, ...]]:

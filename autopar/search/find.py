@@ -246,6 +246,7 @@ class _Rounds:
             if found.bound(budget) > claim.bound:
                 weights, price, claim = tried, trial_price, found.claim(budget)
                 self.raised = claim
+                self.job.cutoff.require_less(claim.bound)
         return claim.bound
 
     def in_one_piece(self) -> None:

@@ -53,7 +53,6 @@ class MessagePassing:
         nodes: of the workspace, in the order of the sweeps.
         labels: of each node, those that are alive.
         unary: costs of these labels.
-        memory: bytes of these labels.
         tables: of the factors.
         ids: of the factors in the workspace.
         ends: of each node, its factors.
@@ -63,7 +62,6 @@ class MessagePassing:
     nodes: list[int]
     labels: list[Ints]
     unary: list[Floats]
-    memory: list[Floats]
     tables: list[Floats]
     ids: list[int]
     ends: list[list[_End]]
@@ -85,10 +83,6 @@ class MessagePassing:
                 unary[over] = np.inf
             self._push(i, unary, forward)
         return fixed
-
-    def price(self, step: float) -> None:
-        """Add `step` seconds per byte of memory; `bound` is valid again after the next sweep."""
-        self.unary = [u + step * m for u, m in zip(self.unary, self.memory, strict=True)]
 
     def _pull(self, i: int) -> Floats:
         """Move the minimum of each factor's rows into the unary cost, and the minimum of that into `bound`."""
@@ -126,26 +120,17 @@ class MessagePassing:
             rest = rest - share[end.group]
         self.unary[i] = rest
 
-    def decode(self, budget: float) -> list[int]:
-        """A labeling, as positions in `labels`: each node takes its best label given those already chosen.
-
-        Labels are avoided that would leave the later nodes less memory than they need at least.
-
-        Args:
-            budget: bytes for all nodes together.
-        """
+    def decode(self) -> list[int]:
+        """A labeling, as positions in `labels`: each node takes its best label given those already chosen."""
         chosen: list[int] = []
         views = list(self.tables)  # narrowed to the labels chosen so far
-        least = [float(m[np.isfinite(u)].min()) for m, u in zip(self.memory, self.unary, strict=True)]
-        room = budget - sum(least)
         for i, ends in enumerate(self.ends):
-            total = np.where(self.memory[i] - least[i] <= room, self.unary[i], np.inf)
+            total = self.unary[i].copy()
             for end in ends:
                 table = views[end.table]
                 total += table.min(axis=end.others)[end.group]
             pick = int(np.argmin(total))
             chosen.append(pick)
-            room -= float(self.memory[i][pick]) - least[i]
             for end in ends:
                 # Keep the axis with length 1, so that the other ends' axes stay where they are.
                 g = int(end.group[pick])
@@ -166,17 +151,15 @@ def compact(graph: Workspace) -> MessagePassing:
         for axis, n in enumerate(factor.nodes):
             ends[position[n]].append(_end(factor, t, axis, labels[position[n]], position))
     unary = [graph.cost[n][ls] for n, ls in zip(nodes, labels, strict=True)]
-    memory = [graph.memory[n][ls] for n, ls in zip(nodes, labels, strict=True)]
     tables = [graph.factors[f].table.copy() for f in ids]
     bound = graph.constant
-    # After a change of the multiplier costs may be negative. Their minima must be in the bound before the first sweep,
-    # which drops labels by it.
+    # Minima must be in the bound before the first sweep, which drops labels by it.
     for costs in (*unary, *tables):
         least = float(costs.min(initial=np.inf))
         if np.isfinite(least):
             costs -= least
             bound += least
-    return MessagePassing(nodes, labels, unary, memory, tables, ids, ends, bound)
+    return MessagePassing(nodes, labels, unary, tables, ids, ends, bound)
 
 
 def _end(factor: Potential, table: int, axis: int, labels: Ints, position: dict[int, int]) -> _End:

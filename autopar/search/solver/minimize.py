@@ -186,14 +186,13 @@ def _inherit(snapshot: Workspace, graph: Workspace) -> None:
         snapshot.cost[n] = np.where(np.isfinite(graph.cost[n]), snapshot.cost[n], np.inf)
 
 
-def ascend(graph: Workspace, best: Incumbent, limits: Limits, budget: float = float("inf")) -> float:
+def ascend(graph: Workspace, best: Incumbent, limits: Limits) -> float:
     """Sweep until the bound stalls or many labels are dropped; the workspace keeps the costs and the dropped labels.
 
     Args:
         graph: Presolved; edited in place.
         best: Offered the labelings met on the way.
         limits: Deadline.
-        budget: Bytes that the labels of the live nodes may take in those labelings.
 
     Returns:
         The bound on labelings below the cutoff.
@@ -206,7 +205,7 @@ def ascend(graph: Workspace, best: Incumbent, limits: Limits, budget: float = fl
         if sweep % SWEEPS_PER_DECODE:
             continue
         if messages.bound < best.cutoff():
-            best.offer(decode(graph, messages, budget))
+            best.offer(decode(graph, messages))
         left = best.cutoff() - messages.bound
         if left <= 0 or limits.expired() or fixed > 0.4 * total or messages.bound - last < 0.02 * left:
             break
@@ -215,10 +214,10 @@ def ascend(graph: Workspace, best: Incumbent, limits: Limits, budget: float = fl
     return messages.bound
 
 
-def decode(graph: Workspace, messages: MessagePassing, budget: float = float("inf")) -> Ints:
+def decode(graph: Workspace, messages: MessagePassing) -> Ints:
     """Labels of all nodes, read off the messages."""
     labels = np.zeros(len(graph.cost), dtype=np.int64)
-    for n, ls, pick in zip(messages.nodes, messages.labels, messages.decode(budget), strict=True):
+    for n, ls, pick in zip(messages.nodes, messages.labels, messages.decode(), strict=True):
         labels[n] = ls[pick]
     return unfold(graph, labels)
 
