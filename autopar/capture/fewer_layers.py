@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+CACHE = "use_cache"
+"""Where configurations of transformers say whether the model makes a cache of keys and values, as they do by default."""
+
 COUNT = 2
 """Blocks that are captured: the first may make what all share, such as a mask; the second stands for the others."""
 
@@ -34,6 +37,7 @@ class Shortened(NamedTuple):
         reason: why nothing was left out.
         path: name of the list of blocks.
         lead: how many blocks at the beginning are others than the rest, and are all there.
+        cached: the same model that caches keys and values, by the numbers of its blocks; None: the model has no cache.
     """
 
     model: nn.Module
@@ -41,6 +45,7 @@ class Shortened(NamedTuple):
     reason: str = ""
     path: str = ""
     lead: int = 0
+    cached: nn.Module | None = None
 
 
 def shorten(model: nn.Module, count: int = COUNT) -> Shortened:
@@ -50,7 +55,8 @@ def shorten(model: nn.Module, count: int = COUNT) -> Shortened:
     of the same shapes and dtypes, and none is shared. Only a block's own number may differ: in its place they get what
     cannot be read (`UnreadableNumber`). Any other setting that differs may change what the block computes. Blocks at
     the beginning may be others, such as the dense layers before mixtures of experts: they all stay, and so many of
-    those alike. Else nothing is left out, and the reason says so.
+    those alike. Else nothing is left out, and the reason says so. A cache of keys and values, which would read the
+    numbers, is switched off in the configuration (``use_cache``): what is captured has no cache among its results.
     """
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > count]
     # A list of leaves, such as linear layers, is no list of blocks.
@@ -77,7 +83,18 @@ def shorten(model: nn.Module, count: int = COUNT) -> Shortened:
     numbers = _block_numbers(described[lead:])
     few = [_without_numbers(block, numbers) for block in list(blocks)[lead : lead + count]]
     shorter = nn.ModuleList([*list(blocks)[:lead], *few])
-    return Shortened(_with(model, name.split("."), shorter), len(blocks), path=name, lead=lead)
+    found = Shortened(_with(model, name.split("."), shorter), len(blocks), path=name, lead=lead)
+    if not _caches(found.model, name):
+        return found
+    cached = _with(model, name.split("."), nn.ModuleList(list(blocks)[: lead + count]))
+    return found._replace(model=_with(model, name.split("."), shorter, cache=False), cached=cached)
+
+
+def _caches(model: nn.Module, path: str) -> bool:
+    """Whether the configuration of the model, or of a part of it that has the blocks, asks for a cache."""
+    parts = path.split(".")
+    owners = (model.get_submodule(".".join(parts[:i])) for i in range(len(parts)))
+    return any(getattr(getattr(owner, "config", None), CACHE, None) is True for owner in owners)
 
 
 def _block_numbers(described: Sequence[dict[str, Any]]) -> set[str]:
@@ -175,10 +192,15 @@ def _same(a: Any, b: Any) -> bool:
         return False
 
 
-def _with(module: nn.Module, path: list[str], blocks: nn.ModuleList) -> nn.Module:
+def _with(module: nn.Module, path: list[str], blocks: nn.ModuleList, cache: bool = True) -> nn.Module:
     """The module with another list of blocks; everything else is shared, nothing is changed in place."""
     if path == [""] or not path:
         return blocks
     changed = copy.copy(module)
-    changed._modules = {**module._modules, path[0]: _with(module._modules[path[0]], path[1:], blocks)}  # type: ignore[arg-type]
+    inner: Any = module._modules[path[0]]
+    changed._modules = {**module._modules, path[0]: _with(inner, path[1:], blocks, cache)}
+    config: Any = vars(module).get("config")
+    if not cache and getattr(config, CACHE, None) is True:
+        changed.config = copy.copy(config)
+        setattr(changed.config, CACHE, False)
     return changed

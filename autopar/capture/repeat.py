@@ -46,12 +46,16 @@ def abridge(
         alike = short.layers - short.lead
         say(f"capturing {short.lead + SHORT} of the {short.layers} blocks of {short.path}")
         try:
-            three, two = make(short.model), make(shorten(model, SHORT - 1).model)
+            shorter = shorten(model, SHORT - 1)
+            three, two = make(short.model), make(shorter.model)
+            with_cache = two if shorter.cached is None else make(shorter.cached)
         except AutoparError as e:  # the whole model fails in the same way, or it does not
             reason = f"three blocks alone fail: {e}"
         else:
             repeat = RepeatedLayers(short.path, alike, two, short.lead)
             reason = _differs(three, repeat)
+            if with_cache.fingerprint != two.fingerprint:
+                reason = "its cache of keys and values decides what it computes; set config.use_cache = False"
             if not reason:
                 return replace(three, repeat=repeat)
     say(f"capturing the whole model: {reason}")

@@ -27,7 +27,7 @@ def test_two_of_the_alike_blocks_stay() -> None:
 def test_a_setting_that_differs_keeps_the_model_whole() -> None:
     model = gpt()
     model.layers[3].heads = 2
-    assert shorten(model) == (model, None, "layers.3.heads differs from that of layers.0", "", 0)
+    assert shorten(model) == (model, None, "layers.3.heads differs from that of layers.0", "", 0, None)
 
 
 def test_a_shape_or_class_that_differs_keeps_the_model_whole() -> None:
@@ -67,7 +67,7 @@ def test_frozen_and_evaluated_blocks_differ() -> None:
 def test_a_block_that_comes_several_times_keeps_the_model_whole() -> None:
     model = gpt()
     model.layers = nn.ModuleList([model.layers[0]] * 4)
-    assert shorten(model) == (model, None, "layers has the same block several times", "", 0)
+    assert shorten(model) == (model, None, "layers has the same block several times", "", 0, None)
 
 
 def test_a_block_elsewhere_keeps_the_model_whole() -> None:

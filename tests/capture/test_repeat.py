@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +72,8 @@ def deep(layers: int, **settings: Any) -> tuple[nn.Module, dict[str, torch.Tenso
 
 def both(name: str, layers: int, **settings: Any) -> tuple[Program, Program]:
     """The program of the whole model, and that of three blocks."""
-    model, batch = deep(layers, **settings) if name == "deep" else models.MODELS[name](layers=layers, seq=4)
+    cached = {"use_cache": True} if name in ("gpt2", "llama") else {}
+    model, batch = deep(layers, **settings) if name == "deep" else models.MODELS[name](layers=layers, seq=4, **cached)
     whole, short = program_of(model, batch), program_to_plan(model, batch)
     assert short.repeat is not None
     assert short.repeat.lead + short.repeat.blocks == layers
@@ -216,6 +218,16 @@ def test_a_number_that_is_read_keeps_the_model_whole(monkeypatch: pytest.MonkeyP
     forward = Block.forward
     monkeypatch.setattr(Block, "forward", lambda self, x: forward(self, x) / (self.number + 1))
     assert "a block's own number decides what it computes" in said_of(model, batch)
+
+
+def test_a_cache_that_decides_what_is_computed_keeps_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = deep(4)
+    model.config = SimpleNamespace(use_cache=True)
+    assert program_to_plan(model, batch).repeat is not None
+    forward = Deep.forward
+    monkeypatch.setattr(Deep, "forward", lambda self, x, target: forward(self, x, target) * (1 + self.config.use_cache))
+    assert "its cache of keys and values decides what it computes" in said_of(model, batch)
+    assert model.config.use_cache is True
 
 
 def test_pins_of_some_blocks_keep_the_model_whole() -> None:
