@@ -69,7 +69,9 @@ def minimum_memory_plan(searched: BudgetProblem, certificate: Certificate) -> Pl
     """The plan of least memory at the peak of two plans: the fastest, and the one that saves the least.
 
     An error that says how much memory would be enough must say the same for every budget that is too small. So where
-    nothing fits, repair starts from this plan, and not from one that the search met on the way to its budget.
+    nothing fits, repair starts from this plan, and not from one that the search met on the way to its budget. Each
+    operator works on as little as it can: what is moved for it is transient, and counts at its own program point only.
+    A tiny Llama on 4 needs 83 KiB so, and 110 otherwise.
 
     Args:
         searched: what was searched; its budget makes no difference.
@@ -85,7 +87,7 @@ def minimum_memory_plan(searched: BudgetProblem, certificate: Certificate) -> Pl
     frontier = Frontier(built.problem, limits)
     if built.peak_point is not None:
         point = built.peak_point([frontier.free().labels, frontier.least().labels])
-        built = searched.formulation(job.restrictions, replace(memory, point=point))
+        built = searched.formulation(job.restrictions, replace(memory, point=point, working=0.0))
         frontier = Frontier(built.problem, limits)
     mix = LayerMix.of(frontier.least())
     return plan_of(searched.program, searched.dims, searched.classes, built, mix, certificate, job, searched.tables)
@@ -139,7 +141,7 @@ def repaired(searched: BudgetProblem, error: InfeasibleError, *, from_minimum: b
     if error.needed <= NEAR * budget:
         known += repair.near(plan, repair.peak_snapshot(plan))
     if from_minimum and not any(fits(snapshot.totals[0], budget) for _, snapshot in known):
-        known = repair.chosen(minimum_memory_plan(searched, plan.certificate))
+        known = repair.anew(minimum_memory_plan(searched, plan.certificate))
     if not known:
         raise error
     plan, now = min(known, key=_peak)
@@ -204,6 +206,10 @@ class _Repair:
         """A plan slightly over the budget, repaired one tensor at a time; or with all chosen anew, if that helps."""
         chosen = [] if fits(now.totals[0], ALMOST * self.budget) else self.chosen(plan)
         return [self.eased(*min([(plan, now), *chosen], key=_peak))]
+
+    def anew(self, plan: Plan) -> list[Measured]:
+        """The plan with what it saves chosen anew, and as it is: what is chosen does not count what is transient."""
+        return [(plan, self.peak_snapshot(plan)), *found] if (found := self.chosen(plan)) else []
 
     def chosen(self, plan: Plan) -> list[Measured]:
         """The plan with what it saves chosen anew: for the least peak, or, where that fits, as much as fits."""
