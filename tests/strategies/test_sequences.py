@@ -44,7 +44,7 @@ def test_equal_values(name: str, axes: dict[str, int]) -> None:
     assert any(made)
 
 
-@pytest.mark.parametrize("recompute", ["search", pytest.param("all", marks=deep)])
+@pytest.mark.parametrize("recompute", ["search", pytest.param("regather", marks=deep)])
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
