@@ -54,7 +54,8 @@ def cut_tables(program: Program) -> Program:
         if source not in known and (source not in weights or len(bounds) > 1):
             continue
         for node in [u for u in source.users if u.target is aten.slice.Tensor and u.args[1] == dim]:
-            _, _, start, end, step = node.args
+            numbers: Any = node.args[2:]
+            start, end, step = numbers
             if step == 1 and _in_pieces(_shape(source)[dim], start, end):
                 node.target, node.args = aten.narrow.default, (source, dim, start, end - start)
                 if source in weights:

@@ -47,10 +47,11 @@ def _found(combine: Combine, xs: Any, dim: int, reverse: bool) -> Any:
     factors, terms, dim = xs[order], xs[1 - order], dim % xs[0].ndim
     grown = torch.cumprod(factors.flip(dim), dim).flip(dim) if reverse else torch.cumprod(factors, dim)
     made = grown, _Scan.apply(factors, terms, dim, reverse)  # type: ignore[no-untyped-call]
-    return type(xs)(made if order == 0 else made[::-1])
+    kind: Any = type(xs)
+    return kind(made if order == 0 else made[::-1])
 
 
-def _order(combine: Combine, kind: type) -> int | None:
+def _order(combine: Combine, kind: Any) -> int | None:
     """Which of its two tensors are the factors of a linear recurrence, for a function that joins two parts of one.
 
     It is called with numbers: polynomials of this degree that agree on all of these are the same.
