@@ -3,8 +3,10 @@
 Each is made tiny from its own configuration, in a process of its own, and verified in float64 with a batch of four
 sequences on a mesh of (2, 2): loss and every gradient, of the graph as captured beside the eager model and of the plan
 beside the graph. Families whose configuration cannot be made tiny by the sizes below, or whose own forward pass fails
-with these, are counted as such. A router's choice is one of float64 only if the family's code runs in it: grouped
-products of torch do not, and such a family is compared in float32 first.
+with these, are counted as such. With ``--role`` the plan is the one that is searched with this role on an axis of four
+in place of a random one: ``--role context`` says whether a family's sequence can be split through all of it. A router's
+choice is one of float64 only if the family's code runs in it: grouped products of torch do not, and such a family is
+compared in float32 first.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ SIZES: dict[str, Any] = {
     "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "time_step_rank": 4, "sliding_window": 4,
     "shared_expert_intermediate_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "lru_width": 32,
     "intermediate_size_mlp": 64, "attention_window_size": 8, "rotary_dim": 4, "num_heads": 4, "laurel_rank": 8,
-    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "chunk_size": 4, "mamba_chunk_size": 4,
+    "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4,
 }  # fmt: skip
 
 LATENT = {"num_key_value_heads": 4, "head_dim": None}
 """Further sizes where keys are latent, as in DeepSeek-V3: tried where the others do not fit together."""
+
+OWN = {"mamba2": {"head_dim": 16}}
+"""Sizes of families that give a name above another meaning."""
 
 MOST = 3_000_000
 """Parameters beyond which a family is not tiny."""
@@ -49,7 +55,7 @@ def tiny(name: str, more: dict[str, Any]) -> Any:
     base = AutoConfig.for_model(name)
     known = {*base.to_dict(), *base.attribute_map}
     sizes = {key: n for key, n in {**SIZES, **more}.items() if key in known and n is not None}
-    kinds = list(dict.fromkeys(getattr(base, "layer_types", None) or ()))
+    kinds = list(dict.fromkeys((getattr(base, "layer_types", None) or ()) if "layer_types" in known else ()))
     if kinds:
         sizes["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
         sizes["num_hidden_layers"] = len(sizes["layer_types"])
@@ -70,7 +76,7 @@ def tiny(name: str, more: dict[str, Any]) -> Any:
     return model.train()
 
 
-def outcome(name: str) -> dict[str, Any]:
+def outcome(name: str, role: str | None) -> dict[str, Any]:
     """What became of a family, in this process."""
     import torch
     import transformers
@@ -82,14 +88,18 @@ def outcome(name: str) -> dict[str, Any]:
     begun = time.monotonic()
     try:
         try:
-            model = tiny(name, {})
+            model = tiny(name, OWN.get(name, {}))
         except RuntimeError:
             model = tiny(name, LATENT)
     except Exception as error:  # whatever its code raises
         return {"family": name, "kind": "not tiny", "text": f"{type(error).__name__}: {error}"[:300]}
     ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(0))
+    batch, axes, plan = {"input_ids": ids, "labels": ids}, {"a": 2, "b": 2}, "random"
     try:
-        report = autopar.verify(model, {"input_ids": ids, "labels": ids}, {"a": 2, "b": 2}, plan="random", seed=1)
+        if role:
+            search, axes = autopar.Search(roles={"a": role}, padding=False), {"a": 4}
+            plan = autopar.plan(model, batch, cluster="h100", axes=axes, search=search)
+        report = autopar.verify(model, batch, axes, plan=plan, seed=1)
     except autopar.AutoparError as error:
         return {"family": name, "kind": "refused", "text": f"{type(error).__name__}: {error}"[:300]}
     except Exception as error:
@@ -99,6 +109,7 @@ def outcome(name: str) -> dict[str, Any]:
     return {
         "family": name, "kind": "equal" if same else "wrong", "error": report.max_error,
         "capture": report.capture_error, "seconds": time.monotonic() - begun,
+        "collectives": dict(report.plan.predicted.collectives.get("a", {})),
     }  # fmt: skip
 
 
@@ -107,17 +118,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", nargs="*", help="names as transformers has them; default: all causal language models")
     parser.add_argument("--seconds", type=float, default=300.0, help="for each of them")
+    parser.add_argument("--role", help="of the one axis, such as context or expert; default: a random plan on two axes")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.here:
-        print(json.dumps(outcome(given.family[0])))
+        print(json.dumps(outcome(given.family[0], given.role)))
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     counts: Counter[str] = Counter()
     for name in given.family or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        command = [sys.executable, __file__, "--here", name]
+        command = [sys.executable, __file__, "--here", name, *(("--role", given.role) if given.role else ())]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=given.seconds, check=False)
             lines = done.stdout.splitlines()

@@ -28,7 +28,6 @@ NOTES = {
     "qwen3-moe": "experts split by token and along their matrices' dims",
     "deepseek-v3": "experts split by token and along their matrices' dims",
     "resnet": "batch norm in training",
-    "mamba": "the scan is unrolled, a step for each token",
     "lstm": "unrolled into matrix products, a step for each token",
     "gru": "unrolled into matrix products, a step for each token",
     "spectrogram": "`torch.stft`: split by sample",

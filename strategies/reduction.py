@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from autopar.ir.ops.sequence import halo
+from autopar.ir.ops.sequence.linear_scan import linear_scan
+from autopar.ir.ops.sequence.own_rows import filled_but
 from autopar.ir.ops.sequence.scan import reverse_cumsum
 from autopar.rules.rule import (
     Dim,
@@ -91,6 +93,32 @@ rule(aten.cumsum.default)(_scan(aten.cumsum.default, aten.add.Tensor, _sum, 0))
 rule(reverse_cumsum)(_scan(reverse_cumsum, aten.add.Tensor, _sum, 0, back=True))
 rule(aten.cumprod.default)(_scan(aten.cumprod.default, aten.mul.Tensor, aten.prod.dim_int, 1))
 rule(aten.logcumsumexp.default)(_scan(aten.logcumsumexp.default, aten.logaddexp.default, _logsumexp, -math.inf))
+
+
+@rule(linear_scan)
+def linear_scan_(factors: Spec, terms: Spec, dim: int, back: bool = False) -> Rule:
+    """A linear recurrence of blocks: each device's own, and what those before it have in all, times its factors."""
+    names, along = letters(terms.ndim), dim % terms.ndim
+    equation, is_complex = f"{names},{names}->{names}", terms.dtype is not None and terms.dtype.is_complex
+    # Two passes over all elements, each of half as many steps as the one before.
+    between = 5.0 * math.prod(terms.shape) * getattr(terms.dtype, "itemsize", 4)
+    if is_complex:
+        return Rule(equation, blocked=names[along], linear=((1,),), between=between)
+
+    def build(context: Any, factors: Any, terms: Any, *_: Any) -> Any:
+        own, size = linear_scan(factors, terms, along, back), context.local_size(names[along])
+        grown = aten.cumprod.default(aten.flip.default(factors, [along]) if back else factors, along)
+        grown = aten.flip.default(grown, [along]) if back else grown
+        last, first = (0, context.axis_index() + 1) if back else (size - 1, 0)
+        end = context.parts if back else context.axis_index()
+        ends = [aten.slice.Tensor(x, along, last, last + 1) for x in (grown, own)]
+        every = context.all_gather(aten.cat.default(ends, along))
+        # Devices that are not before this one change nothing: the last of all has what those before it make.
+        parts = (aten.slice.Tensor(every, along + 1, i, i + 1) for i in range(2))
+        others = linear_scan(*(filled_but(x, first, end, 1 - i) for i, x in enumerate(parts)), 0, back)
+        return aten.addcmul.default(own, grown, aten.select.int(others, 0, 0 if back else context.parts - 1))
+
+    return Rule(equation, lower={names[along]: Lowering(build)}, linear=((1,),), between=between)
 
 
 @rule(aten.sort.default)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar._torch_compat.caches import forget_fake_results, forget_source_with, new_fake_results
 from autopar._torch_compat.changed import (
+    associative_scan_as,
     checkpoint_replaced,
     compiling,
     flex_attention_as,
@@ -80,6 +81,7 @@ __all__ = [
     "TracingContext",
     "aot_export_joint_with_descriptors",
     "asks_subclasses",
+    "associative_scan_as",
     "attention_kernel",
     "below_autograd",
     "budget_partition",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -112,14 +113,8 @@ def masks_as_they_are() -> Iterator[None]:
 
 @contextmanager
 def flex_attention_as(function: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, `flex_attention` is another function, wherever its name was imported to.
-
-    A model that has it has imported it: else this does nothing, since the import takes long.
-    """
-    module = sys.modules.get("torch.nn.attention.flex_attention")
-    if module is None or hasattr(module, "_autopar_function"):
-        yield
-        return
+    """While it lasts, `flex_attention` is another function, wherever its name was imported to."""
+    import torch.nn.attention.flex_attention as module
 
     def stand_in(
         query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: Any = None,
@@ -129,8 +124,42 @@ def flex_attention_as(function: Callable[..., Any]) -> Iterator[None]:
         options = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
         return found(query, key, value, *options, return_aux=return_aux)
 
+    with _code_of(module, module.flex_attention, stand_in, function):
+        yield
+
+
+@contextmanager
+def associative_scan_as(function: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, `associative_scan` is another function where that does not return None.
+
+    Args:
+        function: ``(combine_fn, xs, dim, reverse)`` to the result.
+    """
+    import torch._higher_order_ops.associative_scan  # noqa: F401  the package has a function of this name
+
+    module = sys.modules["torch._higher_order_ops.associative_scan"]
+    target: Any = module.associative_scan
+    original = FunctionType(target.__code__, target.__globals__, target.__name__, target.__defaults__)
+
+    def stand_in(combine_fn: Any, xs: Any, dim: Any, reverse: Any = False, combine_mode: Any = "pointwise") -> Any:
+        return globals()["_autopar_function"](combine_fn, xs, dim, reverse, combine_mode)
+
+    def either(combine_fn: Any, xs: Any, dim: int, reverse: bool, combine_mode: str) -> Any:
+        found = function(combine_fn, xs, dim, reverse)
+        return original(combine_fn, xs, dim, reverse, combine_mode) if found is None else found
+
+    with _code_of(module, target, stand_in, either):
+        yield
+
+
+@contextmanager
+def _code_of(module: Any, target: Any, stand_in: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, a function of a module has the code of another, which calls ``_autopar_function`` there."""
+    if hasattr(module, "_autopar_function"):
+        yield
+        return
     # Its code, not its name: others have the function itself.
-    target, module._autopar_function = module.flex_attention, function  # type: ignore[attr-defined]
+    module._autopar_function = function
     before, target.__code__ = target.__code__, stand_in.__code__
     try:
         yield

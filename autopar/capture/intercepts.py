@@ -9,6 +9,7 @@
 * Copies of parameters are refused: they would be strangers.
 * `nn.Transformer` takes masks as they are, where it would look whether they are causal.
 * `flex_attention` is attention under the mask that its functions make, or its formula.
+* `associative_scan` is one operator where it is a linear recurrence.
 * Functions of which torch traces another than eager mode runs, or that look at values, are their formulas.
 * Results whose strides fake tensors get wrong get those of the kernels.
 * The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
@@ -42,6 +43,7 @@ from autopar.capture.functions.formulas import BY_FORMULA, gaussian_nll_loss
 from autopar.capture.origins import user_frame
 from autopar.errors import CaptureError
 from autopar.ir.ops.sequence.flex_attention import by_parts
+from autopar.ir.ops.sequence.linear_scan import by_operator
 from autopar.ir.signature import pytree
 from autopar.ir.signature.pytree import Leaf
 
@@ -139,7 +141,7 @@ class Intercepts(TorchFunctionMode):
         torch.cond = _cond
         BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
-            with masks_as_they_are(), by_parts(), _Checks(self.checked), self:
+            with masks_as_they_are(), by_parts(), by_operator(), _Checks(self.checked), self:
                 yield
         finally:
             torch.cond = cond

@@ -11,6 +11,8 @@ from autopar.passes.canonicalize.operators import canonicalize
 from autopar.passes.canonicalize.reverse_scans import reverse_scans
 from autopar.passes.canonicalize.rng import canonicalize_random
 from autopar.passes.canonicalize.strides import canonicalize_strides
+from autopar.passes.canonicalize.tables import cut_tables
+from autopar.passes.canonicalize.terms import cut_terms
 from autopar.passes.canonicalize.windows import merge_windows
 
 
@@ -20,5 +22,6 @@ def canonical(program: Program) -> Program:
     Strides come first: they are those of the captured graph. What is fused is found in canonical form.
     """
     program = masks_by_function(canonicalize_attention(canonicalize_strides(program)))
-    program = reverse_scans(merge_windows(canonicalize(canonicalize_random(program))))
+    program = cut_terms(canonicalize(canonicalize_random(program)))
+    program = reverse_scans(cut_tables(merge_windows(program)))
     return route_experts(fuse_cross_entropy(program))

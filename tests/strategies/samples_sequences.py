@@ -32,6 +32,14 @@ def scans() -> Iterator[Sample]:
     yield call(aten.cumsum.default, torch.tensor([1.0, 2.0, torch.inf, 4.0, torch.nan, 1.0, 1.0, 1.0]), 0)
 
 
+def recurrences() -> Iterator[Sample]:
+    for back in (False, True):
+        yield call(ours.linear_scan.default, x(2, 8, 3), x(2, 8, 3), 1, back)
+        yield call(ours.linear_scan.default, x(9).float(), x(9).float(), -1, back)
+    yield call(ours.linear_scan.default, torch.zeros(4, 2).double(), x(4, 2), 0)
+    yield call(ours.linear_scan.default, torch.complex(x(4), x(4)), torch.complex(x(4), x(4)), 0)
+
+
 def masked_attention() -> Iterator[Sample]:
     """Windows, documents, both, a bias, and keys of another sequence; head sizes of values, groups of queries."""
     forward, backward = ours.attention_masked.default, ours.attention_masked_backward.default
@@ -105,4 +113,4 @@ def convolutions() -> Iterator[Sample]:
     yield from both(x(2, 2, 8, 8), x(4, 1, 3, 3), True, [2, 2], [1, 1], [1, 1], False, [0, 0], 2)
 
 
-FAMILIES = (scans, masked_attention, shifts, convolutions)
+FAMILIES = (scans, recurrences, masked_attention, shifts, convolutions)

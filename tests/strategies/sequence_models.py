@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 
 
 class Recurrence(nn.Module):
@@ -51,6 +52,8 @@ class Shifts(nn.Module):
         x = self.conv(F.pad(x, (0, 0, 2, 0)).transpose(1, 2)).transpose(1, 2)
         x = x - torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
         x = x + F.pad(x[:, 1:], (0, 0, 0, 1)) * torch.roll(x, 2, 1).tanh() + x.flip(1)
+        wide = F.pad(x, (0, 0, 1, 1))  # read by three windows, whose gradients add up
+        x = wide[:, :-2] * wide[:, 1:-1].tanh() + wide[:, 2:]
         labels = F.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
@@ -85,6 +88,32 @@ class Image(nn.Module):
         return self.out(self.down(F.pad(x, (0, 1, 0, 1)))).square().mean()
 
 
+class Selective(nn.Module):
+    """A state-space model whose factors depend on the sequence, read from both ends."""
+
+    def __init__(self, hidden: int = 8, states: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.out = nn.Linear(hidden, 2 * hidden + 2 * states), nn.Linear(hidden, hidden)
+        self.rates, self.states = nn.Parameter(torch.rand(hidden, states)), states
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, steps, into, of = self.wide(x).split([x.shape[-1], x.shape[-1], self.states, self.states], -1)
+        steps = F.softplus(steps)[..., None]
+        kept, terms = (-steps * self.rates).exp(), steps * h[..., None] * into[..., None, :]
+        _, there = associative_scan(_after, (kept, terms), 1, combine_mode="generic")
+        back, _ = associative_scan(
+            lambda left, right: _after(left[::-1], right[::-1])[::-1], (terms, kept), 1, True, "generic"
+        )
+        read = ((there + back) @ of[..., None]).squeeze(-1)
+        loss: Tensor = self.out(read).square().mean()
+        return loss
+
+
+def _after(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return left[0] * right[0], right[0] * left[1] + right[1]
+
+
 def _drawn(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -92,6 +121,7 @@ def _drawn(*shape: int) -> Tensor:
 MODELS: dict[str, tuple[type[nn.Module], Tensor]] = {
     "recurrence": (Stack, _drawn(2, 16, 8)),
     "shifts": (Shifts, torch.randint(16, (2, 16), generator=torch.Generator().manual_seed(1))),
+    "selective": (Selective, _drawn(2, 16, 8)),
     "residual": (Residual, _drawn(2, 3, 32)),
     "image": (Image, _drawn(2, 3, 16, 8)),
 }

@@ -18,6 +18,7 @@ from autopar.search.options import Search
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
 from autopar.verify.verify import verify
+from tests.distributed.models import slow_devices
 from tests.strategies.sequence_models import MODELS, Stack
 
 deep = pytest.mark.deep
@@ -44,7 +45,7 @@ def test_equal_values(name: str, axes: dict[str, int]) -> None:
     assert any(made)
 
 
-@pytest.mark.parametrize("recompute", ["search", pytest.param("all", marks=deep)])
+@pytest.mark.parametrize("recompute", ["search", pytest.param("regather", marks=deep)])
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
@@ -160,6 +161,36 @@ def test_no_shape_depends_on_the_device(parts: int) -> None:
         numbers = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), int | bool)]
         if str(node.target) in ("aten.slice.Tensor", "aten.constant_pad_nd.default"):
             assert not numbers, node.name
+
+
+class Chunked(nn.Module):
+    """Linear attention by a loop over chunks, each of which needs the state that the one before leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(1, (2, 4)).unflatten(-1, (2, 4)).transpose(2, 3) for t in self.qkv(x).chunk(3, -1))
+        state, made = torch.zeros_like(q[:, 0]), []
+        for i in range(2):
+            of, into, read = q[:, i], k[:, i].softmax(-1).transpose(-1, -2), v[:, i]
+            made.append(of @ state + (of @ into).tril() @ read)
+            state = 0.9 * state + into @ read
+        loss: torch.Tensor = self.out(torch.stack(made, 1).transpose(2, 3).flatten(3).flatten(1, 2)).square().mean()
+        return loss
+
+
+def test_loops_over_positions_are_split_by_heads() -> None:
+    """On an axis that splits the sequence, which cannot split them; else every device would compute them all."""
+    model, batch = Chunked().double(), (torch.randn(2, 8, 8, dtype=torch.float64),)
+    program, axes, search = program_of(model, batch), {"a": 2}, Search(roles={"a": "context"}, padding=False)
+    found = solve(program, axes, slow_devices(), search=search)
+    products = [n for n in rewrite(program, found).graph.graph.nodes if n.target is torch.ops.aten.bmm.default]
+    assert len(products) > 8
+    assert {n.meta["val"].shape[0] for n in products} == {2}  # of 4: two samples of two heads
+    assert verify(model, batch, axes, plan=found).max_error < 1e-10
 
 
 @deep

@@ -108,3 +108,16 @@ def test_flex_attention_as() -> None:
     assert calls == [(("q", "k", "v", None, None, 2.0, False, False, None), {"return_aux": None})]
     q = torch.ones(1, 1, 4, 8)
     assert torch.equal(flex_attention(q, q, q), q)
+
+
+def test_associative_scan_as() -> None:
+    """Where its name was imported to; what is no answer is torch's own, whose signature it has."""
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    x, calls = torch.arange(5.0), list[Any]()
+    with compat.associative_scan_as(lambda *args: calls.append(args)):
+        made = associative_scan(torch.add, x, 0, combine_mode="generic")
+    assert torch.equal(made, x.cumsum(0)) and calls == [(torch.add, x, 0, False)]
+    with compat.associative_scan_as(lambda *args: "found"):
+        assert associative_scan(torch.add, x, dim=0, reverse=True) == "found"
+    assert torch.equal(associative_scan(torch.add, x, 0, True, "generic"), x.flip(0).cumsum(0).flip(0))

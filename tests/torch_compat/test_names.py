@@ -10,7 +10,7 @@ def test_every_name_has_a_contract() -> None:
         "BatchNorm", "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
         "StridedShard", "TensorMeta",
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "asks_subclasses",
-        "attention_kernel",
+        "associative_scan_as", "attention_kernel",
         "below_autograd",
         "budget_partition",
         "checkpoint_replaced", "compiling", "context_parallel_internals",

@@ -111,6 +111,7 @@ def by_roles(
     sizes = tuple(axes.values())
     # Operators that only transform parameters or gradients may follow their shards, off the batch.
     casts, sums = from_parameters(program), into_gradients(program)
+    loops = _in_loops(program, dims, factors.sequence) if CONTEXT in roles else set()
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     placements: dict[tuple[str, str], tuple[Placement | None, ...]] = {}
     allowed: dict[str, tuple[frozenset[str] | None, ...]] = {}
@@ -118,7 +119,7 @@ def by_roles(
         node = members[0]
         if node in dims.operators:
             chain = node in casts or node in sums
-            chains = {SHARD: chain, EXPERT: chain, CONTEXT: chain, OPTIMIZER: node in casts}
+            chains = {SHARD: chain, EXPERT: chain, CONTEXT: chain or node in loops, OPTIMIZER: node in casts}
             allowed[key] = tuple(
                 _allowed(node, program, dims, role, factors, chains.get(str(role), False)) for role in roles
             )
@@ -132,6 +133,21 @@ def by_roles(
         whole = tuple(Replicate() if role == OPTIMIZER else None for role in roles)
         placements.update({("consumer", name): whole for name in _gradients(program, classes)})
     return replace(restrictions, strategies=allowed, placements=placements)
+
+
+def _in_loops(program: Program, dims: Dims, sequence: Ids) -> set[fx.Node]:
+    """Operators of loops over positions, from those that pick single ones to those that put them together again.
+
+    None of them can be split along the sequence: the search may split them along heads or channels.
+    """
+    picked, found = set[fx.Node](), set[fx.Node]()
+    for node in dims.operators:
+        if factors_of(operator_types(node, program, dims)).keys() & sequence:
+            if not sequence & ids(split_factors(node, program, dims).values()):
+                picked.add(node)
+        elif any(source in picked or source in found for source, _ in program.sources[node]):
+            found.add(node)
+    return picked | found
 
 
 def _gradients(program: Program, classes: LayerClasses) -> set[str]:
@@ -259,7 +275,7 @@ def _allowed(
         dims: the program's dimension analysis.
         role: of the axis.
         factors: that the roles split.
-        chain: whether it only transforms a parameter or gradient, and so may follow that one's layout.
+        chain: whether it only transforms a parameter or gradient, and so may follow that one's layout, or is of a loop.
     """
     splits = split_factors(node, program, dims)
 
