@@ -249,9 +249,8 @@ def _call_hook(
     hook = getattr(module, table).get(number)
     if hook is None:
         return  # it has been removed in the meantime
-    # Whole tensors of a finished step: what a hook computes of them has no backward pass any more.
-    with torch.no_grad():
-        returned = hook(module, *(build(model, a, results) for a in arguments))
+    # With gradients, as in eager mode: what a hook keeps may become part of a loss, which must not lose them silently.
+    returned = hook(module, *(build(model, a, results) for a in arguments))
     if returned is not None and silent:
         raise AutoparError(
             f"the hook {_title(hook)} of {name or 'the model'} returns something that depends on the "
