@@ -256,7 +256,7 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 Memory = dict[int, list[tuple[int, int, str, torch.Tensor]]]
-"""By storages, which bytes of them are whose; with a tensor of each, since a storage that is freed gives its id away."""
+"""By storages, which bytes of them are whose; with a tensor, since a storage that is freed gives its id away."""
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:

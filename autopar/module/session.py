@@ -323,6 +323,8 @@ class Session:
             log = logger.warning if len(others) == MANY else logger.info
             log("recapturing the model: %s changed since the last call", ", ".join(changed[:3]))
         first = self.first is None
+        if first and self.context.mesh is not None:
+            _require_parameters(self.original)
         placements = None if first else self._placements()
         # Later, ranks hold shards, whose checksums differ.
         weights = checksum(dict(self.original.named_parameters())) if first else ""
@@ -453,8 +455,23 @@ class Session:
         return found
 
 
+def _require_parameters(model: nn.Module) -> None:
+    """Refuse a first call with other tensors in place of parameters, which layouts would be decided for.
+
+    Raises:
+        AutoparError: there is one.
+    """
+    other = next((n for n, p in model.named_parameters() if not isinstance(p, nn.Parameter)), None)
+    if other is not None:
+        raise AutoparError(
+            f"the first call of the model has a computed tensor in place of parameter {other!r}, as under "
+            "torch.func.functional_call, and would decide the layout of that: pass batch= (an example of the global "
+            "batch) to parallelize(), or call the model once before"
+        )
+
+
 def _whole_with_history(tensor: torch.Tensor) -> torch.Tensor:
-    """A whole tensor that requires a gradient if it did: one that the graph would not give is refused by the capture."""
+    """A whole tensor that requires a gradient if it did: the capture refuses one that the graph would not give."""
     with torch.enable_grad():
         found: torch.Tensor = whole(tensor)
         return found
