@@ -269,3 +269,31 @@ def test_gradients_that_would_be_lost(two_ranks: Ranks) -> None:
     for found in two_ranks.run(refused):
         for message, (_, act, part) in zip(found, REFUSED, strict=True):
             assert part in message, (act.__name__, message)
+
+
+class Notes(Mlp):
+    """Notes the batch and a count in attributes that have defaults in its class, and returns the batch, too."""
+
+    seen: Any = None
+    count: Any = 0.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.seen, self.count = x + 1, (x > 0).sum()
+        return super().forward(x)[0], x * 2, x
+
+
+def noted(rank: int) -> list[float]:
+    """Differences of what one call notes and returns from eager, in a pipeline."""
+    pins = {"stages": 2, "stage_axis": "a", "microbatches": 2}
+    plain = Notes()
+    model: Any = parallelize(
+        copy.deepcopy(plain), mesh_of(2), cluster=slow_devices(), search=Search(pins=pins), timeout=WAIT
+    )
+    found, expected = ([*m(x(0)), m.seen, m.count.double()] for m in (model, plain))
+    return [float((whole(a) - b).detach().abs().max()) for a, b in zip(found, expected, strict=True)]
+
+
+def test_what_a_pipeline_returns_of_the_batch_alone(two_ranks: Ranks) -> None:
+    """All of its rows, not those of a microbatch; and attributes with defaults in the class are the model's own."""
+    for found in two_ranks.run(noted):
+        assert max(found) < TOLERANCE, found

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from autopar.ir.layout import Layout, TensorType
+from autopar.ir.layout import Layout, TensorType, is_held
 from autopar.ir.ops.float8.histories import history_names, record
 from autopar.ir.program import GRADIENTS, RECORDED, Output, Program
 from autopar.runtime.dtensor import computed, from_local, local_like, part_of, stored, to_local, to_placements
@@ -143,6 +143,8 @@ class Step:
         for output, value in zip(self.cut.outputs, outputs, strict=True):
             if output.kind == "parameter":
                 type_, layout = self.types.parameters[output.name]
+                if not is_held(layout, self.context.coordinates):
+                    continue  # another stage of the pipeline holds it, and writes it
                 buffers[output.name].copy_(stored(value, type_, layout, self.context.coordinates))
             elif output.name in self.program.state.assigned and output.kind == "buffer":
                 buffers[output.name] = value
