@@ -288,8 +288,8 @@ class _OfOriginal:
 def _defaults(kind: type) -> list[str]:
     """Names of values in a model's classes that its objects may replace: no methods, and nothing of torch's modules."""
     found = {n: v for c in reversed(kind.__mro__) if c not in nn.Module.__mro__ for n, v in vars(c).items()}
-    return [n for n, v in found.items()
-            if not n.startswith("__") and not hasattr(type(v), "__get__") and not hasattr(ParallelModule, n)]  # fmt: skip
+    values = {n for n, v in found.items() if not n.startswith("__") and not hasattr(type(v), "__get__")}
+    return [n for n in found if n in values and not hasattr(ParallelModule, n)]
 
 
 def _own_method(name: str) -> Callable[..., Any]:

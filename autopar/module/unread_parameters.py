@@ -35,10 +35,8 @@ class UnreadParameters:
         """Those whose layouts are free."""
         if context.mesh is None or context.workers is not None:  # workers exchange what they have laid out
             return frozenset()
-        return frozenset(
-            n for n, p in model.named_parameters()
-            if n not in self.read and isinstance(p, DTensor) and not isinstance(p, StageTensor)
-        )  # fmt: skip
+        named: dict[str, torch.Tensor] = dict(model.named_parameters())
+        return frozenset(n for n, p in named.items() if n not in self.read and _may_move(p))
 
     def read_by(self, found: Specialization, model: nn.Module) -> None:
         """Lay out what a new graph is the first to read as it has it; a collective call where that is another layout.
@@ -61,6 +59,10 @@ class UnreadParameters:
         if moved:
             lay_out_states_of([named[n] for n in moved])
         self.moved |= moved
+
+
+def _may_move(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and not isinstance(parameter, StageTensor)
 
 
 def _move(parameter: torch.Tensor, type_: TensorType, layout: Layout, context: MeshContext) -> None:

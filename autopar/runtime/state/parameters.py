@@ -73,9 +73,9 @@ def distribute_parameters(model: nn.Module, context: MeshContext) -> None:
                 replacement[id(old)] = _distributed(old, context, placements)
             module._parameters[name] = replacement[id(old)]
     # Lists of weights, say, among the attributes hold the very parameters.
-    for container, step, old, _ in references:
-        if id(old) in replacement:
-            put_reference(container, step, replacement[id(old)])
+    for container, step, tensor, _ in references:
+        if id(tensor) in replacement:
+            put_reference(container, step, replacement[id(tensor)])
 
 
 def _distributed(old: nn.Parameter, context: MeshContext, placements: Placements) -> nn.Parameter:
