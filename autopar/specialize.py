@@ -19,7 +19,7 @@ from autopar.compiler import default_memory, program_of, rewrite, solve
 from autopar.costs.budget import DefaultBudget
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
-from autopar.ir.layout import Layout, Replicate, Split, TensorType
+from autopar.ir.layout import Layout, Replicate, Split, TensorType, replicated
 from autopar.ir.node_info import graph_info
 from autopar.ir.ops.random import derive_seed, generator_digest
 from autopar.ir.plan import Plan
@@ -150,6 +150,7 @@ def specialize(
     weights: str = "",
     known: Sequence[Specialization] = (),
     before: Specialization | None = None,
+    unread: frozenset[str] = frozenset(),
 ) -> Specialization:
     """Capture, plan, rewrite, bind and cut; every rank calls it with a batch of the same global shapes.
 
@@ -163,6 +164,7 @@ def specialize(
         known: for the same shapes and modes and another state of the model; one whose graph is the same goes on.
         before: of another shape, whose operators are split alike where that is possible: a call waits for this plan.
             None: all is searched.
+        unread: parameters that no graph has read so far, whose layouts may become others.
 
     Raises:
         RankError: the ranks disagree, or one does not answer.
@@ -183,7 +185,7 @@ def specialize(
     # As plain data: a broadcast pickles it, which depends on classes otherwise.
     with observer.phase(SEARCH):
         data, claimed = agreed.decide(
-            lambda: _as_data(plan_again(program, request, options, context, placements, before)),
+            lambda: _as_data(plan_again(program, request, options, context, placements, before, unread)),
             "the plan, which rank 0 searches",
         )
     plan = Plan.from_dict(data)
@@ -279,8 +281,11 @@ def plan_again(
     context: MeshContext,
     placements: Mapping[str, Placements] | None,
     before: Specialization | None = None,
+    unread: frozenset[str] = frozenset(),
 ) -> Plan:
     """A plan for a request: the given one if it fits, else a search, under the layouts that parameters have.
+
+    Of those that no graph has read so far (``unread``) it decides the layouts, where theirs cannot be expressed.
 
     Raises:
         PlanError: the layout of a parameter cannot be expressed in this program's factors.
@@ -292,18 +297,30 @@ def plan_again(
     part = microbatch_program(program, search.microbatches or 1, deterministic=options.deterministic)
     dims = analyze(part)
     types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(part.placeholders, part.inputs, strict=True)}
+    not_read = {i.name for n, i in zip(part.placeholders, part.inputs, strict=True) if not n.users}
     fixed: dict[tuple[str, str], Layout] = {}
     for (kind, name), type_ in types.items():
         if kind != "parameter":
             continue
         if placements is not None:
-            fixed[kind, name] = _present_layout(name, type_, placements[name], search, context)
+            present = _present_layout(type_, placements[name], search, context)
+            if present is None and name in not_read:
+                # Of an adapter that is switched off, say: its factors are not known here, and no layout of it counts.
+                present = replicated(len(context.axes))
+            if present is None and name not in unread:
+                raise PlanError(
+                    f"parameter {name!r} has placements {placements[name]}, which this shape of the batch or mode "
+                    f"cannot express (its dims are {type_} here); call parallelize with the batch that decides, or pin "
+                    "the parameter"
+                )
+            if present is not None:
+                fixed[kind, name] = present
         elif given is not None:
             # A plan for training, and the first call evaluates: parameters are laid out as the plan says all the same.
             fixed[kind, name] = _planned(given, name)
-    for index, present in request.layouts.items():
+    for index, given_layout in request.layouts.items():
         # Not an error if it cannot be expressed: the call redistributes the tensor.
-        known = from_placements(types["batch", str(index)], present, context.sizes)
+        known = from_placements(types["batch", str(index)], given_layout, context.sizes)
         if known is not None:
             fixed["batch", str(index)] = known
     fixed.update({("batch", str(index)): layout for index, layout in request.rows.items()})
@@ -339,22 +356,12 @@ def _like_before(
     return replace(found, certificate=replace(found.certificate, space=space))
 
 
-def _present_layout(name: str, type_: TensorType, present: Placements, search: Search, context: MeshContext) -> Layout:
-    """The layout that a parameter has, in the factors of another shape or mode.
-
-    Raises:
-        PlanError: they cannot express it.
-    """
+def _present_layout(type_: TensorType, present: Placements, search: Search, context: MeshContext) -> Layout | None:
+    """The layout that a parameter has, in the factors of another shape or mode; None where they cannot express it."""
     # On the axis of the stages a parameter of one stage is no shard: the search gets the same stages by pins.
     is_stage_axis = [axis == search.pins.get(STAGE_AXIS) for axis, _ in context.axes]
     own = [TorchReplicate() if is_stage else p for p, is_stage in zip(present, is_stage_axis, strict=True)]
-    layout = from_placements(type_, own, context.sizes, uneven=True)
-    if layout is None:
-        raise PlanError(
-            f"parameter {name!r} has placements {present}, which this shape of the batch or mode cannot express "
-            f"(its dims are {type_} here); call parallelize with the batch that decides, or pin the parameter"
-        )
-    return layout
+    return from_placements(type_, own, context.sizes, uneven=True)
 
 
 def _for_further_shape(search: Search, program: Program) -> Search:

@@ -18,7 +18,7 @@ After::
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 from unittest.mock import patch
@@ -74,8 +74,10 @@ class Attention(TorchFunctionMode):
     hides. Repeated heads of keys and values go. What the operator does not take, such as tensors of five dims, stays.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name_of: Callable[[torch.Tensor], str]) -> None:
+        """``name_of``: where the model keeps a tensor that is none of the trace's, or nothing."""
         super().__init__()
+        self._name_of = name_of
         self._known = _Known()
         self._tensors: dict[fx.Node, torch.Tensor] = {}
 
@@ -93,8 +95,7 @@ class Attention(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _called(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            refuse_foreign_tensors(args)
+        refuse_foreign_tensors(args, torch.is_grad_enabled(), self._name_of)
         found = self._attention(*args, **kwargs)
         return scaled_dot_product_attention(*args, **kwargs) if found is None else found
 

@@ -87,7 +87,8 @@ def _outputs(joint: fx.GraphModule, seen: Seen) -> tuple[dict[Output, fx.Node | 
             if value is not None:
                 raise CaptureError(
                     f"{output.name!r} is no parameter, and requires a gradient, which would be lost: make it an "
-                    "nn.Parameter, or detach() it where it is kept from an earlier call"
+                    "nn.Parameter, detach() it where it is kept from an earlier call, pass it as an argument, or "
+                    "compute it in forward"
                 )
             continue
         _require_dense(output, value)

@@ -6,6 +6,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path as File
 from typing import Any
 
@@ -21,7 +22,7 @@ from autopar.capture.outside import refused
 from autopar.capture.state.hooks import Hooks, Observation, observations
 from autopar.capture.state.record import Record
 from autopar.capture.state.scope import uncached
-from autopar.capture.state.slots import tensor_attributes
+from autopar.capture.state.slots import tensor_attributes, where_kept
 from autopar.capture.state.values import Path
 from autopar.capture.state.writes import Write
 from autopar.capture.swap import Reference, put_reference
@@ -122,7 +123,11 @@ class Harness(nn.Module):
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         named = {f"the batch's tensor {i}": t for i, t in enumerate(tensors)}
         named |= {repr(n): t for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
-        origins, hooks, intercepts = Origins(self), Hooks(self.model, self.record), Intercepts(named)
+        origins, hooks, intercepts = (
+            Origins(self),
+            Hooks(self.model, self.record),
+            Intercepts(named, partial(where_kept, self.model)),
+        )
         with self._traced(origins, hooks, intercepts):
             output, contents = without_python_draws(lambda: self._called(self.arguments.fill(tensors, numbers)))
         if changed := contents.changed():
@@ -207,7 +212,7 @@ class Harness(nn.Module):
                 Regions(self._recomputed).recorded(),
                 origins.recorded(),
                 intercepts.entered(),
-                Attention(),
+                Attention(partial(where_kept, self.model)),
                 hooks.watched(),
                 self._plain_attributes(),
             ):

@@ -41,6 +41,7 @@ from autopar._torch_compat import (
 from autopar.capture.functions.drawing import DRAWING, drawn
 from autopar.capture.functions.formulas import BY_FORMULA, gaussian_nll_loss
 from autopar.capture.origins import user_frame
+from autopar.capture.state.on_mesh import is_on_mesh
 from autopar.errors import CaptureError
 from autopar.ir.ops.sequence.flex_attention import by_parts
 from autopar.ir.ops.sequence.linear_scan import by_operator
@@ -81,6 +82,12 @@ _ITEMS = frozenset(
     for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
 )
 """Operators that write to their first argument."""
+
+_WITHOUT_GRADIENT = frozenset("detach size dim numel is_floating_point __len__ zeros_like ones_like empty_like".split())
+"""Names of functions through which no gradient flows."""
+
+_VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
+"""Attributes of a tensor through which it does."""
 
 _ROW_MAJOR = frozenset({functional.unfold})
 """Functions whose CPU kernels give a row-major result whatever their argument; fake tensors say otherwise."""
@@ -123,12 +130,13 @@ def _check_arguments(invalid: Leaf, said: str, results: Any) -> None:
 class Intercepts(TorchFunctionMode):
     """Changes calls of torch while it is entered."""
 
-    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
-        """``named``: the tensors that go into the call."""
+    def __init__(self, named: Mapping[str, torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:
+        """``named``: the tensors that go into the call; ``name_of``: where the model keeps another one, or nothing."""
         super().__init__()
+        self._name_of = name_of
         self._memory: Memory = {}
         for name, t in named.items():
-            self._memory.setdefault(storage_id(t), []).append((*extent(t), name))
+            self._memory.setdefault(storage_id(t), []).append((*extent(t), name, t))
         self.checked: list[tuple[torch.Tensor, str, bool]] = []
         self.validated: list[tuple[torch.Tensor, str]] = []
         self.stride_read = ""
@@ -163,9 +171,8 @@ class Intercepts(TorchFunctionMode):
             _refuse_copy(args[0])
         if args and (_IN_PLACE.fullmatch(func.__name__) or func.__name__ in _ITEMS):
             _refuse_constant(args[0])
-        # Without gradients nothing can be lost.
-        if torch.is_grad_enabled():
-            refuse_foreign_tensors(args)
+        # Without gradients none can be lost.
+        refuse_foreign_tensors(args, torch.is_grad_enabled() and not _drops_gradient(func), self._name_of)
         if func in BY_FORMULA:
             return BY_FORMULA[func](*args, **(kwargs or {}))
         if func is functional.gaussian_nll_loss:
@@ -250,8 +257,8 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-Memory = dict[int, list[tuple[int, int, str]]]
-"""By storages, which bytes of them are whose."""
+Memory = dict[int, list[tuple[int, int, str, torch.Tensor]]]
+"""By storages, which bytes of them are whose; with a tensor, since a storage that is freed gives its id away."""
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -267,15 +274,15 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor, memory: Memory) -> None
         _SET_DATA(tensor, value)
         return
     (first, last), (file, line) = extent(value), user_frame()
-    name = next((name for *_, name in memory.get(storage_id(tensor), ())), "a tensor")
+    name = next((name for *_, name, _ in memory.get(storage_id(tensor), ())), "a tensor")
     same = storage_id(tensor) == storage_id(value) and tensor.stride() == value.stride()
-    others = [other for start, end, other in memory.get(storage_id(value), ()) if first < end and start < last]
+    others = [other for start, end, other, _ in memory.get(storage_id(value), ()) if first < end and start < last]
     if others and not same:
         raise CaptureError(
             f".data of {name} is set to memory of {others[0]} in forward, at {file}:{line}: both would share it "
             "from then on, which a graph cannot do; copy it (tensor.data = value.clone())"
         )
-    memory.setdefault(storage_id(value), []).append((first, last, name))
+    memory.setdefault(storage_id(value), []).append((first, last, name, value))
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         raise CaptureError(
             f".data of a tensor of shape {list(tensor.shape)} and {tensor.dtype} is set to one of {list(value.shape)} "
@@ -298,18 +305,45 @@ def _refuse_constant(value: Any) -> None:
         )
 
 
-def refuse_foreign_tensors(args: Sequence[Any]) -> None:
-    """Refuse tensors among the arguments of a call whose gradients would be lost."""
+def refuse_foreign_tensors(args: Sequence[Any], gradients: bool, name_of: Callable[[torch.Tensor], str]) -> None:
+    """Refuse tensors among the arguments of a call whose gradients would be lost, or that lie on a mesh.
+
+    Args:
+        args: of a function of torch.
+        gradients: whether these flow through it.
+        name_of: where the model keeps a tensor; empty where it does not.
+    """
     for value in args:
         if isinstance(value, list | tuple):
-            refuse_foreign_tensors(value)
-        elif isinstance(value, torch.Tensor) and not is_traced(value) and value.requires_grad:
+            refuse_foreign_tensors(value, gradients, name_of)
+        elif not isinstance(value, torch.Tensor) or is_traced(value):
+            continue
+        elif is_on_mesh(value):
             file, line = user_frame()
             raise CaptureError(
-                f"a tensor of shape {list(value.shape)} that requires a gradient and is no parameter of the model, at "
-                f"{file}:{line}: its gradient would be lost; register it (nn.Parameter as an attribute, the module as "
-                "a submodule, nn.ModuleList in place of a list), pass it as an argument, or detach() it"
+                f"{name_of(value) or 'a tensor'}, of shape {list(value.shape)}, at {file}:{line}: it lies on the mesh, "
+                "each rank has a part of it, and the model has it from a closure, a global or another model; keep "
+                "tensor.full_tensor() there, taken on all ranks, or pass the tensor as an argument"
             )
+        elif gradients and value.requires_grad:
+            file, line = user_frame()
+            name = name_of(value)
+            remedy = (
+                "register it (nn.Parameter as an attribute, the module as a submodule, nn.ModuleList in place of a "
+                "list), pass it as an argument, or detach() it"
+                if value.is_leaf
+                else "it was computed before this call, and a graph is of one call; detach() it where it is kept or "
+                "read, pass it as an argument, or compute it in this call"
+            )
+            raise CaptureError(
+                f"{f'{name!r}, ' if name else ''}a tensor of shape {list(value.shape)} that requires a gradient and is "
+                f"no parameter of the model, at {file}:{line}: its gradient would be lost; {remedy}"
+            )
+
+
+def _drops_gradient(func: Any) -> bool:
+    name = func.__name__
+    return name in _WITHOUT_GRADIENT or (name == "__get__" and getattr(func.__self__, "__name__", "T") not in _VIEWS)
 
 
 class _Masked(torch.autograd.Function):

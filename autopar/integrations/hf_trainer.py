@@ -40,12 +40,7 @@ class WholeBatches:
 
     ::
 
-        def _saves_itself(model: Any) -> bool:
-    peft: Any = sys.modules.get("peft")  # a model of its has imported it
-    return isinstance(model, transformers.PreTrainedModel) or (peft is not None and isinstance(model, peft.PeftModel))
-
-
-    class Trainer(WholeBatches, MyTrainer): ...
+        class Trainer(WholeBatches, MyTrainer): ...
 
     Checkpoints are those of one device: whole tensors, which rank 0 writes. A run goes on from one on any number of
     ranks, and without autopar.

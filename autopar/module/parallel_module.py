@@ -261,7 +261,8 @@ def parallel_module(
         class_ = type(kind)(
             kind.__name__, (ParallelModule, kind),
             {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature),
-             **{name: _own_method(name) for name in (*SAVING, *RESIZING, *GENERATING) if hasattr(kind, name)}},
+             **{name: _own_method(name) for name in (*SAVING, *RESIZING, *GENERATING) if hasattr(kind, name)},
+             **{name: _OfOriginal(name) for name in _defaults(kind)}},
         )  # fmt: skip
     except TypeError:  # a class that cannot be subclassed like this
         class_ = ParallelModule
@@ -269,6 +270,27 @@ def parallel_module(
     parallel: ParallelModule = object.__new__(class_)
     ParallelModule.__init__(parallel, model, context, options, init)
     return parallel
+
+
+class _OfOriginal:
+    """An attribute for which the model's class has a default: the model may have another value, which counts."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: ParallelModule | None, class_: Any = None) -> Any:
+        if module is not None and "_autopar" in vars(module):
+            return getattr(module._autopar.original, self._name)
+        # Of the class, or while an object is made of it: what the classes that come after have.
+        after = (vars(c)[self._name] for c in class_.__mro__ if self._name in vars(c))
+        return next(value for value in after if not isinstance(value, _OfOriginal))
+
+
+def _defaults(kind: type) -> list[str]:
+    """Names of values in a model's classes that its objects may replace: no methods, and nothing of torch's modules."""
+    found = {n: v for c in reversed(kind.__mro__) if c not in nn.Module.__mro__ for n, v in vars(c).items()}
+    values = {n for n, v in found.items() if not n.startswith("__") and not hasattr(type(v), "__get__")}
+    return [n for n in found if n in values and not hasattr(ParallelModule, n)]
 
 
 def _own_method(name: str) -> Callable[..., Any]:

@@ -27,6 +27,8 @@ from autopar.module.check_first import check_first
 from autopar.module.evaluated_first import decide_for_training
 from autopar.module.metrics import Meter
 from autopar.module.specialization_cache import SpecializationCache
+from autopar.module.unread_parameters import UnreadParameters
+from autopar.module.whole_outputs import whole
 from autopar.module.worker_batch import compare_among_workers, own_part, split_among
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING, Details, described
 from autopar.runtime.agreement.same_program import require_same_contents
@@ -67,6 +69,7 @@ class Session:
         context: this rank's mesh context.
         options: what the user asked for.
         init: of parameters on the meta device.
+        unread: parameters that no graph has read.
         slots: the Python state of the model.
         cache: specializations.
         uncompared: keys of specializations for which ranks have not compared their batches yet.
@@ -86,7 +89,8 @@ class Session:
 
     def __init__(self, model: nn.Module, context: MeshContext, options: CompileOptions, init: Init | None) -> None:
         self.original, self.context, self.options, self.init = model, context, options, init
-        self.slots = Slots(model)
+        self.unread = UnreadParameters()
+        self.slots = Slots(model, _whole_with_history if context.mesh is not None else None)
         self.cache = SpecializationCache()
         self.uncompared: set[Any] = set()
         self.compare_always = False
@@ -233,7 +237,7 @@ class Session:
             path, _, attribute = name.rpartition(".")
             module = self.original.get_submodule(path)
             table = module._buffers if attribute in module._buffers else vars(module)
-            table[attribute] = full_tensor(tensor)
+            table[attribute] = _whole_with_history(tensor)
         memo = self.slots.inventory().memo if found else memo
         memo["whole state"] = True
 
@@ -319,6 +323,8 @@ class Session:
             log = logger.warning if len(others) == MANY else logger.info
             log("recapturing the model: %s changed since the last call", ", ".join(changed[:3]))
         first = self.first is None
+        if first and self.context.mesh is not None:
+            _require_parameters(self.original)
         placements = None if first else self._placements()
         # Later, ranks hold shards, whose checksums differ.
         weights = checksum(dict(self.original.named_parameters())) if first else ""
@@ -336,6 +342,7 @@ class Session:
             found = specialize(
                 self.original, request, options, self.context,
                 placements=placements, weights=weights, known=others, before=before,
+                unread=frozenset() if first else self.unread.names(self.original, self.context),
             )  # fmt: skip
         weakref.finalize(found, forget_fake_results, results).atexit = False
         if first:
@@ -344,6 +351,7 @@ class Session:
         for member in [m() for m in self.family] if first else ():
             if member is not None:
                 member.decide(found)
+        self.unread.read_by(found, self.original)
         self.cache.add(key, found, states[found.program.state.constants])
         self.latest = found
         self.uncompared.add(key)
@@ -420,7 +428,7 @@ class Session:
 
     def types(self) -> Any:
         """Type and layout of each parameter; empty before they are decided."""
-        return {} if self.first is None else self.first.step.types.parameters
+        return {} if self.first is None else {**self.first.step.types.parameters, **self.unread.moved}
 
     def require_values(self) -> None:
         """Refuse what needs values while some parameter is on the meta device."""
@@ -444,6 +452,28 @@ class Session:
                 "there is no plan yet: call the model once, or pass batch= (an example of the global batch) or plan= "
                 'to parallelize(); inputs="local" needs that, since the plan decides how a batch is split'
             )
+        return found
+
+
+def _require_parameters(model: nn.Module) -> None:
+    """Refuse a first call with other tensors in place of parameters, which layouts would be decided for.
+
+    Raises:
+        AutoparError: there is one.
+    """
+    other = next((n for n, p in model.named_parameters() if not isinstance(p, nn.Parameter)), None)
+    if other is not None:
+        raise AutoparError(
+            f"the first call of the model has a computed tensor in place of parameter {other!r}, as under "
+            "torch.func.functional_call, and would decide the layout of that: pass batch= (an example of the global "
+            "batch) to parallelize(), or call the model once before"
+        )
+
+
+def _whole_with_history(tensor: torch.Tensor) -> torch.Tensor:
+    """A whole tensor that requires a gradient if it did: the capture refuses one that the graph would not give."""
+    with torch.enable_grad():
+        found: torch.Tensor = whole(tensor)
         return found
 
 

@@ -119,6 +119,13 @@ class StageRun:
         """The program's outputs that the stage has, by name."""
         graph = self.stage_graphs.free_outputs()
         found = dict(zip(graph.gives, self._run(graph, ONCE, self._arguments(graph, ONCE, {})), strict=True))
+        rows = [n for n in graph.gives if n in self.rows]
+        if rows:  # of the batch alone, which has others in each microbatch
+            every = range(self.stage_graphs.program.microbatches)
+            parts = [
+                dict(zip(graph.gives, self._run(graph, m, self._arguments(graph, m, {})), strict=True)) for m in every
+            ]
+            found |= {name: self._join(name, [part[name] for part in parts]) for name in rows}
         return {**self.values, **found}
 
     def parameter(self, name: str) -> Any:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch_compat import hooks_of_all_modules
 from autopar.capture.state.record import Record
 from autopar.capture.state.scope import is_library
-from autopar.capture.state.skeleton import Skeleton, build
+from autopar.capture.state.skeleton import Skeleton, build, holds
 from autopar.capture.state.slots import HOOK_TABLES, HOOKS
 from autopar.capture.state.values import Path, children
 from autopar.errors import AutoparError, CaptureError
@@ -249,14 +249,20 @@ def _call_hook(
     hook = getattr(module, table).get(number)
     if hook is None:
         return  # it has been removed in the meantime
-    # Whole tensors of a finished step: what a hook computes of them has no backward pass any more.
-    with torch.no_grad():
-        returned = hook(module, *(build(model, a, results) for a in arguments))
+    # With gradients, as in eager mode: what a hook keeps may become part of a loss, which must not lose them silently.
+    returned = hook(module, *(build(model, a, results) for a in arguments))
     if returned is not None and silent:
         raise AutoparError(
             f"the hook {_title(hook)} of {name or 'the model'} returns something that depends on the "
             "values it sees, which no graph can: return None, or compute with tensors alone"
         )
+
+
+def seen_by(calls: Sequence[Observation], index: int) -> list[str]:
+    """The modules whose recording hooks see a result of the graph."""
+    # `partial`s of `_call_hook`: the module's path, the hook's, and what the hook is called with.
+    found = [call.args for call in calls if isinstance(call, partial)]
+    return [f"the hook of {a[0] or 'the model'}" for a in found if any(holds(v, index) for v in a[2])]
 
 
 def replay(model: nn.Module, calls: Sequence[Observation], results: Any) -> None:

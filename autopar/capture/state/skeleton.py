@@ -59,6 +59,13 @@ def has_leaf(skeleton: Skeleton) -> bool:
     return isinstance(skeleton, Leaf)
 
 
+def holds(skeleton: Skeleton, index: int) -> bool:
+    """Whether result number ``index`` of the graph is in it."""
+    if isinstance(skeleton, NewObject):
+        return any(holds(v, index) for _, v in skeleton.items)
+    return isinstance(skeleton, Leaf) and skeleton.index == index
+
+
 def build(model: nn.Module, skeleton: Skeleton, results: Any) -> Any:
     """The value of a skeleton, given the graph's results."""
     if isinstance(skeleton, Leaf):

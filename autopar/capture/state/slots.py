@@ -6,6 +6,7 @@ every call, cheaply: what has not been assigned since is not described anew.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from autopar.capture.state.inventory import Holdings, Inventory, same_objects
+from autopar.capture.state.on_mesh import Whole, is_on_mesh, make_whole
 from autopar.capture.state.scope import Code, Scope, Search, is_users_object, search
 from autopar.capture.state.values import BUFFERS, GENERATORS, OWN, Path, Same, children, describe, walk
 
@@ -55,7 +57,12 @@ def promoted(module: nn.Module) -> dict[str, torch.Tensor]:
     found = {n: v for n, v in own_attributes(module).items() if isinstance(v, torch.Tensor)}
     return {n: v for n, v in found.items()
             # Not those behind a property of the class, nor what a graph has no input for.
-            if not hasattr(type(module), n) and v.layout == torch.strided and not v.is_meta}  # fmt: skip
+            if not _is_computed(type(module), n) and v.layout == torch.strided and not v.is_meta}  # fmt: skip
+
+
+def _is_computed(kind: type, name: str) -> bool:
+    """Whether a class computes an attribute of its objects, or only has a default for it."""
+    return hasattr(inspect.getattr_static(kind, name, None), "__get__")
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -66,6 +73,16 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         found.update({prefix + n: b for n, b in module._buffers.items() if b is not None})
         found.update({prefix + n: t for n, t in promoted(module).items()})
     return found
+
+
+def where_kept(model: nn.Module, tensor: torch.Tensor) -> str:
+    """Where among its attributes, and in lists, dicts and objects in these, a model has a tensor; empty: nowhere."""
+    for path, module in model.named_modules():
+        for name, value in own_attributes(module).items():
+            for at, part, _ in walk(value, (("attr", name),), set()):
+                if part is tensor:
+                    return name_of(path, at)
+    return ""
 
 
 SCOPES = "code"
@@ -129,6 +146,7 @@ class _Description:
         described: what describes each container and leaf, by its path.
         containers: those that can change, with what is in them.
         leaves: tensors, arrays and generators, with what describes them.
+        on_mesh: whether one of them is on a mesh.
         code: functions and classes of the user's that are in it.
     """
 
@@ -137,6 +155,7 @@ class _Description:
         self.described: dict[Path, Any] = {}
         self.containers: list[tuple[Any, tuple[Any, ...]]] = []
         self.leaves: list[tuple[Any, Any]] = []
+        self.on_mesh = False
         self.code: dict[type | types.FunctionType, None] = {}
 
     def add(self, walked: Iterator[tuple[Path, Any, Any]], inputs: frozenset[int], contents: Contents) -> None:
@@ -149,6 +168,7 @@ class _Description:
             self.code.update(dict.fromkeys(_code_in(part)))
             if isinstance(part, _MUTABLE):
                 self.leaves.append((part, text))
+                self.on_mesh = self.on_mesh or is_on_mesh(part)
             elif part is not None and children(part) is not None:
                 self.containers.append((part, _contents(part, contents)))
 
@@ -182,9 +202,9 @@ class _Whole:
 class Slots:
     """The state of a model, described anew where it has changed."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Nothing is known yet."""
-        self._model = model
+    def __init__(self, model: nn.Module, whole: Whole | None = None) -> None:
+        """Nothing is known yet; ``whole`` makes tensors on a mesh whole where the model keeps some."""
+        self._model, self.whole = model, whole
         self._known: dict[tuple[str, bool], _Description] = {}
         self._parameters: tuple[Any, ...] = ()
         self._inputs: frozenset[int] = frozenset()
@@ -290,6 +310,9 @@ class Slots:
                 described[("attr", name),] = ("input", tuple(value.shape), value.dtype, value.device)
             else:
                 found.add(walk(value, (("attr", name),), seen), self._inputs, contents)
+        if found.on_mesh and self.whole and make_whole(module, self.whole, self._inputs):
+            contents.clear()  # of before
+            return self._of(path, module, constants, contents)
         for tensor, own in tensors.items():
             described.update({(("attr", tensor), ("attr", n)): describe(v) for n, v in own.items()})
         for name in HOOKS:

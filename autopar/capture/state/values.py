@@ -75,6 +75,8 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
         return [] if isinstance(target, torch.Tensor | nn.Module) else [(("target", ""), target)]
     if isinstance(value, contextvars.ContextVar):
         return [(("value", ""), value.get(None))]
+    if type(value).__module__.partition(".")[0] == "autopar":
+        return None  # what a parallel module has, to which a closure may refer: plans and graphs, and no state
     # Other callables, torch's own for example, are leaves, told apart by identity.
     is_object = hasattr(value, "__dict__") or bool(slots_of(type(value)))
     return attributes_of(value) if is_object and (not callable(value) or _is_users(type(value))) else None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.capture.state.containers import delete, find, put
-from autopar.capture.state.skeleton import NewObject, Skeleton, build
+from autopar.capture.state.skeleton import NewObject, Skeleton, build, holds
 from autopar.capture.state.slots import name_of
 from autopar.capture.state.tracked import Operation, replayed
 from autopar.capture.state.values import Path
@@ -87,6 +87,11 @@ def _value(model: nn.Module, write: Write, results: Any) -> Any:
     if isinstance(write.value, Replay):
         return replayed(find(model, write.module, write.path), write.value.operations)
     return build(model, write.value, results)
+
+
+def names_of_result(writes: Sequence[Write], index: int) -> list[str]:
+    """The attributes, as Python would write them, that are set to a result of the graph or to what has it in it."""
+    return [w.name for w in writes if holds(w.value, index)]
 
 
 def written_tensors(model: nn.Module, writes: Sequence[Write]) -> dict[int, torch.Tensor]:

@@ -140,11 +140,12 @@ def _whole(tensor: DTensor, fills: bool) -> torch.Tensor:
 
 def _take_of_first(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """Rank 0's numbers, in place: ranks whose generators differ would hold copies that differ."""
-    if not tensor.is_contiguous():
-        raise AutoparError("random numbers for a tensor whose memory is not contiguous; call contiguous() first")
+    sent = tensor.contiguous()  # attention's result, say, has its heads after its rows in memory
     with during_any("random numbers for a tensor on the mesh"):
         for axis in range(mesh.ndim):
-            dist.broadcast(tensor, group=mesh.get_group(axis), group_src=0)
+            dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
+    if sent is not tensor:
+        tensor.copy_(sent)
 
 
 def _write(op: Any, tensor: DTensor, whole: torch.Tensor) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from autopar.capture.state.hooks import seen_by
+from autopar.capture.state.writes import names_of_result
 from autopar.errors import AutoparError
 from autopar.ir.ops.random import current_seed, step_seed
+from autopar.ir.program import State
 from autopar.runtime.agreement.failing_node import failing_node
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.step.input_gradients import InputForm, as_passed
@@ -84,7 +87,7 @@ def run(
     return [
         outputs[i]
         if i in outputs
-        else refuse(anchor, [r], i)
+        else refuse(anchor, [r], i, step.program.state)
         if i in step.program.withheld
         # One that is also the loss, such as loss.detach(), has its history by now.
         else (r.detach() if r.requires_grad else r)
@@ -205,16 +208,24 @@ class _Refusal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, box: list[torch.Tensor], index: int) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, box: list[torch.Tensor], index: int, state: State) -> torch.Tensor:
         # In a list, where autograd does not look: of an input that is returned as it is, it would return a view.
-        ctx.index = index
+        ctx.index, ctx.state = index, state
         return box[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        names = [f"attribute {n!r}" for n in names_of_result(ctx.state.writes, ctx.index)]
+        hooks = seen_by(ctx.state.observed, ctx.index)
+        what = f"what {hooks[0]} sees" if hooks else names[0] if names else f"output {ctx.index}"
+        remedy = (
+            "let the hook set an attribute of the module to the scalar that it adds to the loss "
+            "(module.penalty = output.square().mean()), which carries its gradient"
+            if hooks
+            else "pass loss_fn=lambda output, batch: ... to autopar.parallelize and make the model return no scalar"
+        )
         raise AutoparError(
-            f"a gradient was asked through output {ctx.index} of the parallelized model, which returns its loss: only "
-            "the loss carries gradients (the scalar that loss= names, else all scalars that require one). Compute "
-            "everything that is trained on inside the model, or pass loss_fn=lambda output, batch: ... to "
-            "autopar.parallelize and make the model return no scalar"
+            f"a gradient was asked through {what} of the parallelized model, which returns its loss: only the loss "
+            "carries gradients (the scalar that loss= names, else all scalars that require one). Compute everything "
+            f"that is trained on inside the model, or {remedy}"
         )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import fx
 
 from autopar._torch_compat import pipeline_runtime
+from autopar.errors import AutoparError
 from autopar.ir.layout import At, Partial, is_everywhere, is_held
 from autopar.ir.ops.random import current_seed, derive_seed, step_seed
 from autopar.ir.plan import Plan
@@ -52,6 +53,16 @@ def cut_stages(bound: Program, stage_graphs: StageGraphs, own_stages: Sequence[i
     if not any(o.kind == "gradient" and v for o, v in zip(bound.outputs, bound.output_values, strict=True)):
         return replace(whole, forward=forward, backward=None)
     return replace(whole, forward=forward, backward=stage_graphs.microbatch_graph(own_stages[0], BACKWARD).graph)
+
+
+def _held(name: str, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if name not in held:
+        raise AutoparError(
+            f"parameter {name!r} is on another stage of the pipeline, and this one computes state of the model from "
+            "it: a buffer or parameter that a call writes, as spectral norms and averages of weights are; plan without "
+            "stages (Search(pins={'stages': 1})), or compute it between the calls"
+        )
+    return held[name]
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ class PipelineStep(MicrobatchStep):
         }
         one = torch.ones((), device=self.context.device, dtype=self._tangent_dtype) if self.trains else None
         sources: dict[str, Callable[[str, int], Any]] = {
-            "parameter": lambda name, _: held[name],
+            "parameter": lambda name, _: _held(name, held),
             "buffer": lambda name, _: buffers[name],
             "tangent": lambda *_: one,
             # `ONCE` is -1: what runs once a step reads of the batch what is the same in all microbatches.
@@ -150,7 +161,13 @@ class PipelineStep(MicrobatchStep):
     def _input(self, name: str, sources: Mapping[str, Callable[..., Any]]) -> Any:
         """An output that is an input; None for a gradient that another device has."""
         spec = self._inputs.get(name)
-        return None if spec is None else sources[spec.kind](spec.name, 0)
+        if spec is None:
+            return None
+        if name in self._result_rows:  # a batch tensor that the model returns as it is
+            return self._joined(
+                self._result_rows[name], [sources[spec.kind](spec.name, m) for m in range(self.part.count)]
+            )
+        return sources[spec.kind](spec.name, 0)
 
     def wrap(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """As in `Step`; a result of one stage is a partial sum, of which the devices of others have zeros."""

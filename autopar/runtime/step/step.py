@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from autopar.ir.layout import Layout, TensorType
+from autopar.ir.layout import Layout, TensorType, is_held
 from autopar.ir.ops.float8.histories import history_names, record
 from autopar.ir.program import GRADIENTS, RECORDED, Output, Program
 from autopar.runtime.dtensor import computed, from_local, local_like, part_of, stored, to_local, to_placements
@@ -143,6 +143,8 @@ class Step:
         for output, value in zip(self.cut.outputs, outputs, strict=True):
             if output.kind == "parameter":
                 type_, layout = self.types.parameters[output.name]
+                if not is_held(layout, self.context.coordinates):
+                    continue  # another stage of the pipeline holds it, and writes it
                 buffers[output.name].copy_(stored(value, type_, layout, self.context.coordinates))
             elif output.name in self.program.state.assigned and output.kind == "buffer":
                 buffers[output.name] = value
@@ -283,6 +285,14 @@ def deliver(gradients: dict[str, torch.Tensor], deferred: DeferredReduction, con
     deferred.deliver({n: as_gradient(local, named[n], deferred.types[n], context) for n, local in gradients.items()})
 
 
+def _strided_as(block: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient with the strides of its parameter, which autograd gives it where tensors are plain."""
+    # Of a DTensor autograd sees the global strides. Fused optimizers go through memory in one order for both.
+    if block.stride() == parameter.stride() or (block.is_contiguous() and parameter.is_contiguous()):
+        return block
+    return torch.empty_like(parameter, dtype=block.dtype).copy_(block)
+
+
 def as_gradient(
     local: torch.Tensor, like: torch.Tensor, known: tuple[TensorType, Layout], context: MeshContext
 ) -> torch.Tensor:
@@ -292,5 +302,5 @@ def as_gradient(
     # In the parameter's own placements: from others every operator of the optimizer would redistribute it.
     if not isinstance(like, DTensor):
         return from_local(block, context, like.shape, ())
-    gradient, owner = local_like(block, like), owner_of(layout)
+    gradient, owner = local_like(_strided_as(block, like._local_tensor), like), owner_of(layout)
     return gradient if owner is None else with_owner(gradient, owner)
