@@ -41,7 +41,7 @@ from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_mo
 from autopar.capture.state.record import Record
 from autopar.capture.state.slots import state_tensors
 from autopar.capture.state.writes import Replay
-from autopar.capture.swap import refuse_scripted, swapped
+from autopar.capture.swap import refuse_opaque, swapped
 from autopar.errors import CaptureError
 from autopar.ir.checkpoint_regions import mark
 from autopar.ir.graph import user_line
@@ -83,7 +83,7 @@ def capture(
         raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
     refuse_hooks_of_all_modules()
     tensors, arguments = binding.flatten(model, batch)
-    refuse_scripted(model)
+    refuse_opaque(model)
     # As in eager mode: under no_grad a call builds no graph for a backward pass.
     wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *tensors))
     training = wants_gradient if training is None else training

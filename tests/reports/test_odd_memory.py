@@ -139,6 +139,7 @@ SAME: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "from a vector": from_a_vector,
     "a buffer under two names": registers,
     "compiled": lambda m, x: doubled(m.f(x)),
+    "asks for a layout": lambda m, x: m.f(x) * (1 + (m.f.weight.layout is torch.strided)),
 }
 
 
