@@ -288,6 +288,11 @@ _REASONS = (
         "cannot assign 'torch.",
         "it replaces a parameter; do that outside of the model, or write to it under torch.no_grad()",
     ),
+    (
+        "registered for HigherOrderOperator",
+        "it calls a loop of torch's own (while_loop, scan, map); write the loop in Python, of a fixed number of steps, "
+        "or use torch.cond, torch.func.vmap or cumsum",
+    ),
     (".numpy() is not supported", "it hands a tensor to numpy, whose values are not known; compute with torch"),
     ("unsupported format string", "it makes a text of a tensor, whose values are not known; keep the tensor itself"),
 )
