@@ -53,7 +53,9 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 def promoted(module: nn.Module) -> dict[str, torch.Tensor]:
     """Attributes that are plain tensors, which become inputs of the graph as buffers are."""
-    found = {n: v for n, v in own_attributes(module).items() if isinstance(v, torch.Tensor)}
+    # A parameter that is an attribute, too, not registered there, is that parameter.
+    found = {n: v for n, v in own_attributes(module).items()
+             if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter)}  # fmt: skip
     return {n: v for n, v in found.items()
             # Not those behind a property of the class, nor what a graph has no input for.
             if not hasattr(type(module), n) and v.layout == torch.strided and not v.is_meta}  # fmt: skip

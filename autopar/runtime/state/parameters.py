@@ -64,6 +64,7 @@ def distribute_parameters(model: nn.Module, context: MeshContext) -> None:
     placements = (Replicate(),) * len(context.axes)
     # By identity, so that tied parameters stay tied. Tables and not setattr: models may define __setattr__.
     replacement: dict[int, nn.Parameter] = {}
+    references = references_of(model)
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is None:
@@ -71,6 +72,10 @@ def distribute_parameters(model: nn.Module, context: MeshContext) -> None:
             if id(old) not in replacement:
                 replacement[id(old)] = _distributed(old, context, placements)
             module._parameters[name] = replacement[id(old)]
+    # A list of weights, say, which would hold whole ones that nothing trains.
+    for container, step, original, _ in references:
+        if id(original) in replacement:
+            put_reference(container, step, replacement[id(original)])
 
 
 def _distributed(old: nn.Parameter, context: MeshContext, placements: Placements) -> nn.Parameter:
