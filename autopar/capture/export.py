@@ -35,11 +35,11 @@ from autopar._torch_compat import (
 from autopar.capture.decompositions import decompositions
 from autopar.capture.describe import describe
 from autopar.capture.harness import Harness, LossFunction
-from autopar.capture.intercepts import extent
+from autopar.capture.intercepts import extent, refused_view
 from autopar.capture.origins import record_origins
 from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_modules
 from autopar.capture.state.record import Record
-from autopar.capture.state.slots import state_tensors
+from autopar.capture.state.slots import VIEW_OF, state_tensors
 from autopar.capture.state.writes import Replay
 from autopar.capture.swap import refuse_opaque, swapped
 from autopar.errors import CaptureError
@@ -207,6 +207,10 @@ def _require_apart(model: nn.Module, program: Program) -> None:
         # Of what is a DTensor no other tensor has a view.
         if not tensor.is_meta and not hasattr(tensor, "placements"):
             by_storage[storage_id(tensor)][name] = tensor
+    read = {i.name for i, node in zip(program.inputs, program.placeholders, strict=True) if node.users}
+    for name, tensor in state_tensors(model).items():
+        if name in read and (of := vars(tensor).get(VIEW_OF)):
+            raise refused_view(repr(name), of)
     written = {o.name for o in program.outputs if o.kind in ("buffer", "parameter")}
     for group in by_storage.values():
         for name, other in itertools.product(written & group.keys(), group):

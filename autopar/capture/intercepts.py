@@ -40,6 +40,7 @@ from autopar._torch_compat import (
 from autopar.capture.functions.drawing import DRAWING, drawn
 from autopar.capture.functions.formulas import BY_FORMULA, gaussian_nll_loss
 from autopar.capture.origins import user_frame
+from autopar.capture.state.slots import VIEW_OF
 from autopar.errors import CaptureError
 from autopar.ir.ops.sequence.flex_attention import by_parts
 from autopar.ir.signature import pytree
@@ -161,9 +162,7 @@ class Intercepts(TorchFunctionMode):
             _refuse_copy(args[0])
         if args and (_IN_PLACE.fullmatch(func.__name__) or func.__name__ in _ITEMS):
             _refuse_constant(args[0])
-        # Without gradients nothing can be lost.
-        if torch.is_grad_enabled():
-            refuse_foreign_tensors(args)
+        refuse_foreign_tensors(args)
         if func in BY_FORMULA:
             return BY_FORMULA[func](*args, **(kwargs or {}))
         if func is functional.gaussian_nll_loss:
@@ -297,17 +296,29 @@ def _refuse_constant(value: Any) -> None:
 
 
 def refuse_foreign_tensors(args: Sequence[Any]) -> None:
-    """Refuse tensors among the arguments of a call whose gradients would be lost."""
+    """Refuse tensors among the arguments of a call whose gradients, or values of later steps, would be lost."""
     for value in args:
         if isinstance(value, list | tuple):
             refuse_foreign_tensors(value)
-        elif isinstance(value, torch.Tensor) and not is_traced(value) and value.requires_grad:
-            file, line = user_frame()
-            raise CaptureError(
-                f"a tensor of shape {list(value.shape)} that requires a gradient and is no parameter of the model, at "
-                f"{file}:{line}: its gradient would be lost; register it (nn.Parameter as an attribute, the module as "
-                "a submodule, nn.ModuleList in place of a list), pass it as an argument, or detach() it"
-            )
+        elif isinstance(value, torch.Tensor) and not is_traced(value):
+            # Without gradients none can be lost.
+            if value.requires_grad and torch.is_grad_enabled():
+                file, line = user_frame()
+                raise CaptureError(
+                    f"a tensor of shape {list(value.shape)} that requires a gradient and is no parameter of the model, "
+                    f"at {file}:{line}: its gradient would be lost; register it (nn.Parameter as an attribute, the "
+                    "module as a submodule, nn.ModuleList in place of a list), pass it as an argument, or detach() it"
+                )
+            if of := vars(value).get(VIEW_OF):
+                raise refused_view("a tensor that the model keeps", of)
+
+
+def refused_view(name: str, parameter: str) -> CaptureError:
+    """The error for a tensor that was a view of a parameter."""
+    return CaptureError(
+        f"{name} is a view of parameter {parameter!r}, in which an optimizer's steps would not show on a mesh; take "
+        "the view in forward (weight.detach()), or register a copy (clone())"
+    )
 
 
 class _Masked(torch.autograd.Function):

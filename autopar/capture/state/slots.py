@@ -33,9 +33,12 @@ def tensor_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 _TENSORS_OWN = frozenset(
     "_local_tensor _spec _is_param _is_hooked autopar_storage plain owner_stage elem _fake_device fake_mode constant "
-    "pytype dispatch_keys real_tensor".split()
+    "pytype dispatch_keys real_tensor autopar_view_of".split()
 )
 """Attributes that torch and autopar set."""
+
+VIEW_OF = "autopar_view_of"
+"""Of buffers and attributes: the trained parameter whose memory they had before it was split."""
 
 
 _STORAGE = "autopar_storage"
