@@ -32,7 +32,7 @@ def check(program: Program, plan: Plan) -> None:
     program.graph.graph.lint()
     holds = graph_info(program.graph).invariants
     _check_sums(program)
-    of_one = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind in ("batch", "tangent")}
+    of_one = program.inputs_of("batch", "tangent")
     for node in program.graph.graph.nodes:
         _check_host(node)
         if "layouts" in holds:
