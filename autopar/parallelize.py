@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
-from autopar.capture.swap import refuse_scripted
+from autopar.capture.swap import refuse_opaque
 from autopar.costs.arguments import FLAG, FUNCTION, PATH, a, number, optional, require
 from autopar.costs.calibrate.allocator import keep_freed_memory
 from autopar.costs.cluster import Cluster
@@ -242,10 +242,10 @@ def _check_arguments(model: nn.Module, batch: Batch | None, inputs: str, outputs
         raise ValueError(f'outputs={outputs!r}: expected "sharded" (DTensors) or "whole" (plain tensors, gathered)')
     if outputs == "whole" and inputs == "local":
         raise ValueError('outputs="whole" is the whole batch\'s, and inputs="local" is a part: pass inputs="global"')
-    refuse_scripted(model)
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:
         raise ValueError(f"{lazy[0]!r} has no shape yet (a lazy module): call the model once before parallelize()")
+    refuse_opaque(model)
     # Private attributes: torch has no public way to ask.
     hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:

@@ -90,27 +90,29 @@ def equation(tensors: list[Spec]) -> str:
 
 
 def pointwise(linear: Callable[..., Linear], *, zero: bool | None = None) -> Callable[..., Rule]:
-    """A rule function for an operator with the linear sets that ``linear(*args, **kwargs)`` names."""
+    """A rule function for an operator with the linear sets of arguments that ``linear(*args, **kwargs)`` names."""
 
     def pointwise_rule(*args: Any, **kwargs: Any) -> Rule:
         # In the order of the equation: positional tensors, then those passed by name.
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Spec)]
+        given = {i: a for i, a in enumerate((*args, *kwargs.values())) if isinstance(a, Spec)}
+        # A sum of booleans is no boolean: they are never Partial. Nor is a number, which may be in a tensor's place:
+        # `torch.div(2.0, x)` is linear in no tensor.
+        place = {i: place for place, (i, a) in enumerate(given.items()) if a.dtype != torch.bool}
         sets = linear(*args, **kwargs)
-        # A sum of booleans is no boolean: they are never Partial.
-        valid = tuple(s for s in sets if all(tensors[i].dtype != torch.bool for i in s))
-        return Rule(equation(tensors), linear=valid, zero=zero)
+        valid = tuple(tuple(place[i] for i in s) for s in sets if all(i in place for i in s))
+        return Rule(equation(list(given.values())), linear=valid, zero=zero)
 
     return pointwise_rule
 
 
-def _sum(_: Spec, other: Any, alpha: Any = 1) -> Linear:
+def _sum(_: Any, other: Any, alpha: Any = 1) -> Linear:
     if isinstance(other, Spec):
         return ((0, 1),)
     # Adding 1 to each of several terms would add several.
     return FIRST if other == 0 else ()
 
 
-def _product(_: Spec, other: Any) -> Linear:
+def _product(_: Any, other: Any) -> Linear:
     # Bilinear: partial in either operand, but not in both, whose product has cross terms.
     return ((0,), (1,)) if isinstance(other, Spec) else FIRST
 

@@ -300,7 +300,8 @@ def _cut_off(x: Spec, changed: set[int]) -> tuple[tuple[str, str], tuple[str, st
 def flip(x: Spec, flipped: Sequence[int]) -> Rule:
     """Dims in reverse; devices that have blocks of one change places, all that they have."""
     names = letters(x.ndim)
-    reversed_ = "".join({names[d]: 0 for d in flipped})
+    # A scalar's dim may be named, too.
+    reversed_ = "".join({names[d]: 0 for d in flipped if x.ndim})
     sends = not (x.dtype is not None and x.dtype.is_complex)
 
     def build(context: Any, x: Any, *_: Any) -> Any:

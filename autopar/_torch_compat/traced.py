@@ -30,7 +30,9 @@ def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor of the user's code is one that is being traced, and not one with values."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    return isinstance(tensor, FunctionalTensor | FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    # Torch asks what is within a `FunctionalTensor` for its layout, say.
+    within = torch._is_functional_tensor(tensor)
+    return within or isinstance(tensor, FunctionalTensor | FakeTensor) or is_transformed(tensor)
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

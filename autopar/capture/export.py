@@ -35,13 +35,13 @@ from autopar._torch_compat import (
 from autopar.capture.decompositions import decompositions
 from autopar.capture.describe import describe
 from autopar.capture.harness import Harness, LossFunction
-from autopar.capture.intercepts import extent
+from autopar.capture.intercepts import extent, refused_view
 from autopar.capture.origins import record_origins
 from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_modules
 from autopar.capture.state.record import Record
-from autopar.capture.state.slots import state_tensors
+from autopar.capture.state.slots import VIEW_OF, state_tensors
 from autopar.capture.state.writes import Replay
-from autopar.capture.swap import refuse_scripted, swapped
+from autopar.capture.swap import refuse_opaque, swapped
 from autopar.errors import CaptureError
 from autopar.ir.checkpoint_regions import mark
 from autopar.ir.graph import user_line
@@ -83,7 +83,7 @@ def capture(
         raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
     refuse_hooks_of_all_modules()
     tensors, arguments = binding.flatten(model, batch)
-    refuse_scripted(model)
+    refuse_opaque(model)
     # As in eager mode: under no_grad a call builds no graph for a backward pass.
     wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *tensors))
     training = wants_gradient if training is None else training
@@ -207,6 +207,10 @@ def _require_apart(model: nn.Module, program: Program) -> None:
         # Of what is a DTensor no other tensor has a view.
         if not tensor.is_meta and not hasattr(tensor, "placements"):
             by_storage[storage_id(tensor)][name] = tensor
+    read = {i.name for i, node in zip(program.inputs, program.placeholders, strict=True) if node.users}
+    for name, tensor in state_tensors(model).items():
+        if name in read and (of := vars(tensor).get(VIEW_OF)):
+            raise refused_view(repr(name), of)
     written = {o.name for o in program.outputs if o.kind in ("buffer", "parameter")}
     for group in by_storage.values():
         for name, other in itertools.product(written & group.keys(), group):
@@ -287,6 +291,11 @@ _REASONS = (
     (
         "cannot assign 'torch.",
         "it replaces a parameter; do that outside of the model, or write to it under torch.no_grad()",
+    ),
+    (
+        "registered for HigherOrderOperator",
+        "it calls a loop of torch's own (while_loop, scan, map); write the loop in Python, of a fixed number of steps, "
+        "or use torch.cond, torch.func.vmap or cumsum",
     ),
     (".numpy() is not supported", "it hands a tensor to numpy, whose values are not known; compute with torch"),
     ("unsupported format string", "it makes a text of a tensor, whose values are not known; keep the tensor itself"),

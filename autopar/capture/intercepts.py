@@ -42,6 +42,7 @@ from autopar.capture.functions.drawing import DRAWING, drawn
 from autopar.capture.functions.formulas import BY_FORMULA, gaussian_nll_loss
 from autopar.capture.origins import user_frame
 from autopar.capture.state.on_mesh import is_on_mesh
+from autopar.capture.state.slots import VIEW_OF
 from autopar.errors import CaptureError
 from autopar.ir.ops.sequence.flex_attention import by_parts
 from autopar.ir.ops.sequence.linear_scan import by_operator
@@ -306,7 +307,7 @@ def _refuse_constant(value: Any) -> None:
 
 
 def refuse_foreign_tensors(args: Sequence[Any], gradients: bool, name_of: Callable[[torch.Tensor], str]) -> None:
-    """Refuse tensors among the arguments of a call whose gradients would be lost, or that lie on a mesh.
+    """Refuse tensors among a call's arguments that lie on a mesh, or whose gradients or later values would be lost.
 
     Args:
         args: of a function of torch.
@@ -339,11 +340,21 @@ def refuse_foreign_tensors(args: Sequence[Any], gradients: bool, name_of: Callab
                 f"{f'{name!r}, ' if name else ''}a tensor of shape {list(value.shape)} that requires a gradient and is "
                 f"no parameter of the model, at {file}:{line}: its gradient would be lost; {remedy}"
             )
+        elif of := vars(value).get(VIEW_OF):
+            raise refused_view(name_of(value) or "a tensor that the model keeps", of)
 
 
 def _drops_gradient(func: Any) -> bool:
     name = func.__name__
     return name in _WITHOUT_GRADIENT or (name == "__get__" and getattr(func.__self__, "__name__", "T") not in _VIEWS)
+
+
+def refused_view(name: str, parameter: str) -> CaptureError:
+    """The error for a tensor that was a view of a parameter."""
+    return CaptureError(
+        f"{name} is a view of parameter {parameter!r}, in which an optimizer's steps would not show on a mesh; take "
+        "the view in forward (weight.detach()), or register a copy (clone())"
+    )
 
 
 class _Masked(torch.autograd.Function):

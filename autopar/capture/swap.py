@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.state.slots import own_attributes, promoted, tensor_attributes
+from autopar.capture.state.slots import own_attributes, promoted, state_tensors, tensor_attributes
 from autopar.capture.state.values import DEEPEST, Step, children
 from autopar.errors import CaptureError
+from autopar.ir.signature.subclasses import refuse_own_functions
 
 Reference = tuple[Any, Step, torch.Tensor, str]
 """A container and what in it is which parameter or buffer, with its name."""
@@ -23,12 +24,17 @@ Reference = tuple[Any, Step, torch.Tensor, str]
 Fake = Callable[[torch.Tensor, torch.dtype | None], torch.Tensor]
 
 
-def refuse_scripted(model: nn.Module) -> None:
-    """Scripted modules are no Python that can be traced.
+def refuse_opaque(model: nn.Module) -> None:
+    """Scripted modules are no Python that can be traced, and a graph knows nothing of what a tensor's class does.
 
     Raises:
         CaptureError: there is one; names it.
     """
+    refuse_own_functions(
+        (f"{kind} {name!r}", tensor)
+        for kind, own in (("parameter", dict(model.named_parameters())), ("buffer", state_tensors(model)))
+        for name, tensor in own.items()
+    )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(

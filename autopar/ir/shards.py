@@ -98,8 +98,11 @@ def assemble(
 ) -> tuple[torch.Tensor, float]:
     """The full tensor from every rank's block, and the largest difference between copies that should be equal."""
     shape = [f.size for dim in type_.dims for f in dim]
+    # Torch adds no unsigned integers but bytes up; signed ones have the same sums, bit by bit.
+    dtype = parts[0].dtype
+    signed = _SIGNED.get(dtype, dtype)
     # A dim for each factor, so that every block is a box in it.
-    full = torch.zeros(shape, dtype=parts[0].dtype, device=parts[0].device)
+    full = torch.zeros(shape, dtype=signed, device=parts[0].device)
     sums: dict[tuple[int, ...], torch.Tensor] = {}
     difference = 0.0
     for where, part in zip(coordinates(sizes), parts, strict=True):
@@ -110,11 +113,14 @@ def assemble(
         ranges = list(itertools.chain.from_iterable(block_ranges(type_, layout, sizes, where)))
         for d, (start, length) in enumerate(ranges):
             view = view.narrow(d, start, length)
-        view += part.reshape([length for _, length in ranges])
+        view += part.reshape([length for _, length in ranges]).view(signed)
     first = next(iter(sums.values()))
     for other in sums.values():
         difference = max(difference, largest_difference(other, first))
-    return first.reshape(type_.shape), difference
+    return first.view(dtype).reshape(type_.shape), difference
+
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def parts_along(dim: int, layout: Layout, sizes: Sequence[int]) -> int:

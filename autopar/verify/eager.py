@@ -6,7 +6,8 @@ import copy
 import random
 import threading
 import types
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -281,7 +282,16 @@ def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True)
                 cell.cell_contents = copy.deepcopy(filled[name], memo)
         blank.__defaults__ = copy.deepcopy(old.__defaults__, memo)
         blank.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
+    _refer_to_copies(modules, memo)
     return new_model
+
+
+def _refer_to_copies(modules: Iterable[nn.Module], memo: Mapping[int, Any]) -> None:
+    """Weak references among the attributes: Python copies them as they are, to the original."""
+    for module in modules:
+        for name, value in vars(module).items():
+            if isinstance(value, weakref.ref) and id(value()) in memo:
+                vars(memo[id(module)])[name] = weakref.ref(memo[id(value())])
 
 
 def _uncopyable(model: nn.Module, memo: dict[int, Any]) -> str:

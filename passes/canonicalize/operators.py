@@ -177,6 +177,8 @@ def _as_permute(graph: fx.Graph, node: fx.Node) -> bool:
 def _dim_order(node: fx.Node, ndim: int) -> list[int]:
     """The dims of a transposition's argument in the order of its result."""
     order = list(range(ndim))
+    if not ndim:  # a scalar, whose dim 0 may be named all the same
+        return order
     if node.target is aten.t.default:
         order.reverse()
     elif node.target is aten.transpose.int:
@@ -196,8 +198,8 @@ def _as_sum(graph: fx.Graph, node: fx.Node) -> bool:
     assert isinstance(source, fx.Node)
     value = _value(source)
     dims = list(range(value.ndim))
-    if target in (aten.sum.dim_IntList, aten.mean.dim) and len(node.args) > 1 and node.args[1]:
-        dims = sorted(int(d) % max(value.ndim, 1) for d in node.args[1])  # type: ignore[union-attr,arg-type]
+    if target in (aten.sum.dim_IntList, aten.mean.dim) and len(node.args) > 1 and node.args[1] and dims:
+        dims = sorted(int(d) % value.ndim for d in node.args[1])  # type: ignore[union-attr,arg-type]
     keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
     kwargs = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") is not None else {}
     if target in (aten.sum.default, aten.sum.dim_IntList):

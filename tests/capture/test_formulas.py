@@ -45,6 +45,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "one matrix, many right sides": lambda y, x, weight: torch.linalg.solve(weight + 3, y.unsqueeze(-1)),
     "eigenvalues, whose gradient checks a matrix": lambda y, x, weight: y @ torch.linalg.eig(weight)[0].abs(),
     "mean of a scalar's dim": lambda y, x, weight: y * functional.cosine_similarity(weight[0, 0], weight[1, 0], dim=0),
+    "dims of a scalar": lambda y, x, weight: y * weight[0, 0].transpose(0, -1).flip(0).mean(0, keepdim=True),
     "largest of a scalar": lambda y, x, weight: y * weight[0, 0].topk(1).values,
     "scalars at an index": lambda y, x, weight: y * weight[0, 0].gather(0, torch.zeros(1, dtype=torch.int64)),
     # A gradient that is of parameters alone, and gathered.

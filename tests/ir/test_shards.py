@@ -74,6 +74,14 @@ def test_partial_terms_are_summed() -> None:
     assert assemble(parts, type_, (Partial(),), (2,))[0].tolist() == [11, 22]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64])
+def test_unsigned_integers(dtype: torch.dtype) -> None:
+    """Torch cannot add them up."""
+    type_ = TensorType("uint64", ((Factor("n", 4),),))
+    parts = [torch.tensor([1, 2], dtype=dtype), torch.tensor([3, 2**16 - 1], dtype=dtype)]
+    assert assemble(parts, type_, (Split(0),), (2,))[0].tolist() == [1, 2, 3, 2**16 - 1]
+
+
 def test_blocks_share_no_memory() -> None:
     type_ = make_type([[4]])
     full = numbers(type_)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,15 @@ def test_verify_copies_hooks_that_refer_to_the_model() -> None:
     model.first.register_forward_hook(lambda m, i, o: model.seen.update(out=o.detach().mean()))
     assert verified(model).max_error < 1e-12
     assert not model.seen
+
+
+def test_verify_copies_weak_references() -> None:
+    """The copy computed with a layer of the original."""
+    model = Chain()
+    first = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    model.__dict__["weak"] = weakref.ref(first)
+    model.register_forward_pre_hook(lambda m, args: (args[0] * m.weak().weight.mean(),))
+    assert verified(model).max_error < 1e-9
 
 
 def test_verify_copies_a_forward_that_was_replaced() -> None:

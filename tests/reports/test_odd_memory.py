@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from autopar import parallelize
+from autopar import parallelize, verify
 from autopar.errors import CaptureError
 
 D = torch.float64
@@ -139,6 +139,7 @@ SAME: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "from a vector": from_a_vector,
     "a buffer under two names": registers,
     "compiled": lambda m, x: doubled(m.f(x)),
+    "asks for a layout": lambda m, x: m.f(x) * (1 + (m.f.weight.layout is torch.strided)),
 }
 
 
@@ -154,6 +155,16 @@ def test_equal_to_eager(name: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=key)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_parameter_under_another_name() -> None:
+    """It was taken for a constant: its gradient lacked what came through that name."""
+    model = Model(lambda m, x: x @ m.named)
+    vars(model)["named"] = model.f.weight
+    names = list(model.state_dict())
+    assert verify(model, (x(),), {"a": 2}, plan="random").max_error < 1e-12
+    parallelize(model, None)(x()).backward()
+    assert list(model.state_dict()) == names and model.named is model.f.weight
 
 
 def test_the_detached_loss_requires_no_gradient() -> None:

@@ -119,6 +119,15 @@ def called(model: Any) -> Any:
     return model.act(2.0)
 
 
+def toggled() -> int:
+    torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+    return 1 + torch.are_deterministic_algorithms_enabled()
+
+
+def with_local(model: Any, i: int) -> None:
+    model.local, LOCAL.scale = LOCAL, float(i)
+
+
 CASES = {
     "environment": case(lambda m: float(os.environ.get("AUTOPAR_TEST_SCALE", "1")),
                         lambda m, i: os.environ.update(AUTOPAR_TEST_SCALE=str(i))),
@@ -142,6 +151,9 @@ CASES = {
                           lambda m, i: torch.use_deterministic_algorithms(i % 2 == 0)),
     "default dtype": case(lambda m: torch.tensor(1 / 3).double(),
                           lambda m, i: torch.set_default_dtype((torch.float32, torch.float64)[i % 2])),
+    "a setting that a call changes": case(lambda m: toggled(),
+                                          lambda m, i: i > 1 or torch.use_deterministic_algorithms(False)),
+    "thread-local of an attribute": case(lambda m: m.local.scale, with_local),
     "kernels of attention": case(lambda m: 1 + torch.backends.cuda.flash_sdp_enabled(),
                                  lambda m, i: torch.backends.cuda.enable_flash_sdp(i % 2 == 0)),
 }  # fmt: skip

@@ -78,6 +78,8 @@ def pointwise_others() -> Iterator[Sample]:
     yield call(aten.mul.Tensor, x(4, 2), boolean(4, 2))
     yield call(aten.mul.Tensor, x(4, 2), 2.0)
     yield call(aten.mul.Scalar, x(4, 2), 2.0)
+    for op in (aten.add, aten.sub, aten.mul, aten.div):
+        yield call(op.Tensor, 2.0, positive(4, 2))
     yield call(aten.div.Tensor, x(4, 2), positive(4, 1))
     yield call(aten.div.Tensor, integer(9, 4), integer(9, 4) + 1)
     yield call(aten.div.Scalar, x(4, 2), 2.0)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.state.values import holds_attributes_alone
+from autopar.capture.state.values import dict_of, holds_attributes_alone
 
 TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
           "_backward_pre_hooks")  # fmt: skip
@@ -106,7 +106,7 @@ class Holdings:
             elif kind is not tuple:  # which always holds the same
                 self._others.append((container, held))
         self._tables = tables
-        self._dicts = list(map(_dict_of, self._objects))
+        self._dicts = list(map(dict_of, self._objects))
         self._names, self._held = self._keys(), list(self._now())
 
     def hold(self, contents: Callable[[Any], tuple[Any, ...]]) -> bool:
@@ -116,7 +116,7 @@ class Holdings:
             contents: what a container of any other kind holds.
         """
         return (
-            all(map(operator.is_, map(_dict_of, self._objects), self._dicts))
+            all(map(operator.is_, map(dict_of, self._objects), self._dicts))
             and self._keys() == self._names
             and all(map(operator.is_, self._now(), self._held))
             and all(now == then for now, then in self._sets)
@@ -131,11 +131,6 @@ class Holdings:
         # A dict is iterated for its keys, which need not be texts, nor comparable.
         values = map(dict.values, chain(self._tables, self._dicts))
         return chain(chain.from_iterable(self._tables), chain.from_iterable(values), chain.from_iterable(self._lists))
-
-
-def _dict_of(value: Any) -> Any:
-    # Not vars(), which asks the class: configurations of transformers answer in Python.
-    return object.__getattribute__(value, "__dict__")
 
 
 def same_objects(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

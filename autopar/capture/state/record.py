@@ -23,6 +23,7 @@ from autopar._torch_compat import is_traced
 from autopar.capture.state.containers import contents, differs, is_reordered, put, restore
 from autopar.capture.state.driven import Driven, is_driven
 from autopar.capture.state.scope import Search, search
+from autopar.capture.state.settings import SETTINGS
 from autopar.capture.state.skeleton import Existing, NewObject, Skeleton, has_leaf, kind_of
 from autopar.capture.state.slots import HOOK_TABLES, SCOPES, code_of, hooks_of, name_of, own_attributes
 from autopar.capture.state.tracked import Tracked, computed_from, is_tracked, operations_of, plain
@@ -65,6 +66,7 @@ class Record:
         # Those that a call registers are not there yet when its writes are made.
         self._tensors = {(n, t) for n, m in model.named_modules() for t in (*m._parameters, *m._buffers)}
         self.reached = reached or search(code_of(model), hooks_of(model))
+        self._visit(SCOPES, (("scope", SETTINGS),), SETTINGS, 0)
         for scope in self.reached.scopes:
             self._visit(SCOPES, (("scope", scope.owner),), scope, 0)
         for name, module in model.named_modules():

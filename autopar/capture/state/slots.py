@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from autopar.capture.state.inventory import Holdings, Inventory, same_objects
 from autopar.capture.state.on_mesh import Whole, is_on_mesh, make_whole
 from autopar.capture.state.scope import Code, Scope, Search, is_users_object, search
+from autopar.capture.state.settings import SETTINGS
 from autopar.capture.state.values import BUFFERS, GENERATORS, OWN, Path, Same, children, describe, walk
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -34,9 +35,12 @@ def tensor_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 _TENSORS_OWN = frozenset(
     "_local_tensor _spec _is_param _is_hooked autopar_storage plain owner_stage elem _fake_device fake_mode constant "
-    "pytype dispatch_keys real_tensor".split()
+    "pytype dispatch_keys real_tensor autopar_view_of".split()
 )
 """Attributes that torch and autopar set."""
+
+VIEW_OF = "autopar_view_of"
+"""Of buffers and attributes: the trained parameter whose memory they had before it was split."""
 
 
 _STORAGE = "autopar_storage"
@@ -54,7 +58,9 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 def promoted(module: nn.Module) -> dict[str, torch.Tensor]:
     """Attributes that are plain tensors, which become inputs of the graph as buffers are."""
-    found = {n: v for n, v in own_attributes(module).items() if isinstance(v, torch.Tensor)}
+    # A parameter that is an attribute, too, not registered there, is that parameter.
+    found = {n: v for n, v in own_attributes(module).items()
+             if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter)}  # fmt: skip
     return {n: v for n, v in found.items()
             # Not those behind a property of the class, nor what a graph has no input for.
             if not _is_computed(type(module), n) and v.layout == torch.strided and not v.is_meta}  # fmt: skip
@@ -88,18 +94,8 @@ def where_kept(model: nn.Module, tensor: torch.Tensor) -> str:
 SCOPES = "code"
 """In place of a module's path: the state that is in no module, but in the scopes that the code reads."""
 
-SETTINGS = "torch's settings"
-"""In place of a module's path: what is set for the whole process, which a model may ask for as well as torch does."""
-
-_SETTINGS: dict[str, Callable[[], Any]] = {
-    "default dtype": torch.get_default_dtype,
-    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "float32 matmul precision": torch.get_float32_matmul_precision,
-    "flash attention": torch.backends.cuda.flash_sdp_enabled,
-    "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "attention by matmul": torch.backends.cuda.math_sdp_enabled,
-    "attention of cuDNN": torch.backends.cuda.cudnn_sdp_enabled,
-}
+OF_TORCH = "torch"
+"""In place of a module's path: `SETTINGS`."""
 
 Signature = dict[str, dict[Path, Any]]
 """State by the path of the module and the path in it."""
@@ -242,7 +238,7 @@ class Slots:
         if known is None or known.inventory is not inventory or not known.holds(contents):
             known = self._whole[constants] = self._described(inventory, constants, contents)
         rest = {SCOPES: self._of_scopes(self._searched(inventory, known.code).scopes, contents),
-                SETTINGS: self._of_settings()}  # fmt: skip
+                OF_TORCH: self._of_settings()}  # fmt: skip
         if any(known.found.get(name) is not own for name, own in rest.items()):
             known.found = {**known.found, **rest}
         return known.found
@@ -269,7 +265,7 @@ class Slots:
         return _Whole(inventory, found, [self._known[path, constants] for path, _ in modules])
 
     def _of_settings(self) -> dict[Path, Any]:
-        found: dict[Path, Any] = {(("attr", name),): read() for name, read in _SETTINGS.items()}
+        found: dict[Path, Any] = {(("attr", name),): value for name, value in SETTINGS.items()}
         if found != self._settings:
             self._settings = found
         return self._settings

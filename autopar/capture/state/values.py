@@ -88,7 +88,17 @@ def holds_attributes_alone(value: Any) -> bool:
               functools.partial, weakref.ref, contextvars.ContextVar)  # fmt: skip
     if isinstance(value, others) or slots_of(type(value)) or not hasattr(value, "__dict__"):
         return False
-    return type(vars(value)) is dict and children(value) is not None
+    # Of a `threading.local`, or a proxy of another object, the class makes what is found under this name.
+    return type(vars(value)) is dict and dict_of(value) is vars(value) and children(value) is not None
+
+
+def dict_of(value: Any) -> Any:
+    """What an object itself has as its ``__dict__``; None: nothing."""
+    # Not vars(), which asks the class: configurations of transformers answer in Python.
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
 
 
 _called: dict[type, bool] = {}

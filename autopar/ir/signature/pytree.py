@@ -23,6 +23,7 @@ import torch
 
 from autopar._torch_compat import pytree_node
 from autopar.errors import CaptureError
+from autopar.ir.signature.subclasses import refuse_own_functions
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), enum.Enum, torch.dtype,
@@ -210,6 +211,7 @@ class _Visitor:
             )
         if self.known is not None and id(v) in self.known:
             return self.known[id(v)]
+        refuse_own_functions([(path, v)], libraries=False)
         self.tensors.append(v)
         leaf = Leaf(len(self.tensors) - 1)
         if self.known is not None:

@@ -38,6 +38,7 @@ from autopar.runtime.dtensor import (
 )
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.optimizer_layouts import install_hook
+from autopar.runtime.state.shared_memory import mark_views
 from autopar.runtime.state.stage_tensor import StageTensor, owner_of, with_owner
 from autopar.runtime.state.storage import install_assignments, set_storage
 from autopar.runtime.state.whole_operators import install_whole_operators
@@ -63,6 +64,7 @@ def distribute_parameters(model: nn.Module, context: MeshContext) -> None:
     install_hook()
     placements = (Replicate(),) * len(context.axes)
     # By identity, so that tied parameters stay tied. Tables and not setattr: models may define __setattr__.
+    mark_views(model)
     replacement: dict[int, nn.Parameter] = {}
     references = references_of(model)
     for module in model.modules():
