@@ -18,9 +18,10 @@ from autopar.sharding.layer_classes import LayerClasses
 
 THOROUGH = (
     "tests/search/test_", "tests/search/overlap/", "tests/search/budget/", "tests/search/pipeline/",
-    "tests/search/microbatch/test_kernel_floor.py", "tests/benchmarks/", "tests/memory/",
+    "tests/search/microbatch/test_kernel_floor.py", "tests/benchmarks/", "tests/costs/", "tests/explain/",
+    "tests/memory/", "tests/pipeline/", "tests/simulate/",
 )  # fmt: skip
-"""Tests of what is searched; others of the search's parts need not find the best."""
+"""Tests of what is found, and of what is said of it; others need not find the best."""
 
 _thorough, _priced = find._overlapping, padding.predict
 
