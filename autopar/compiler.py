@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,15 @@ from torch import nn
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar.capture import Batch, LossFunction, capture
 from autopar.capture.repeat import abridge
-from autopar.costs.arguments import AXES, FLAG, FUNCTION, LOSS, OPTIMIZER, SIZE, a, optional, require
+from autopar.costs.arguments import AXES, FLAG, FUNCTION, optional, require
 from autopar.costs.budget import DefaultBudget, naming_default, reserve_of
 from autopar.costs.cluster import Cluster
 from autopar.costs.device import Device
 from autopar.costs.memory import parse_bytes
-from autopar.errors import InfeasibleError, PlanError
-from autopar.ir.plan import INTERRUPTED, ROUNDED, TIME_LIMIT, Plan
+from autopar.errors import PlanError
+from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
-from autopar.ir.quantized.axes import WEIGHTS, read_quantized
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
 from autopar.ir.signature.worker_rows import rows_of_worker, split_tensors
@@ -36,16 +34,17 @@ from autopar.passes.canonicalize.precision import apply_precision
 from autopar.passes.rng.replicate import replicate_random
 from autopar.pipeline.custom_schedule import as_text
 from autopar.search import cache
-from autopar.search.flat import best_flat
-from autopar.search.formulation.local_axes import FP8, Axes, require_no_float64, require_rows, worker_count
-from autopar.search.formulation.pins import Restrictions, check_names
+from autopar.search.arguments import BATCH, check_float64, check_planning, policy_of, require_load, require_sent
+from autopar.search.formulation.local_axes import Axes, require_rows, worker_count
+from autopar.search.formulation.pins import Restrictions
+from autopar.search.microbatch.flat import best_flat
 from autopar.search.microbatch.shares import best_shares, require_apart
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
 from autopar.search.peak import peak_of as peak_of
 from autopar.search.pipeline.branch_and_bound import best_pipeline
 from autopar.search.recost import sent_in_few_bits
-from autopar.sharding.dims import Dims, analyze
+from autopar.sharding.dims import analyze
 
 logger = logging.getLogger("autopar")
 
@@ -164,7 +163,7 @@ def solve(
     # Graphs are full of cycles that stay alive: Python's collector would walk all of them again and again.
     with naming_default(memory), collector_paused():
         dims = analyze(program)
-        _require_load(search, dims)
+        require_load(search, dims)
         kind = f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}, fused {program.fused}"
         file = cache.file_of(program, dims, job, kind)
         if file is not None and (known := cache.load(file, program, job, dims)) is not None:
@@ -185,44 +184,10 @@ def solve(
         return plan
 
 
-def _require_load(search: Search, dims: Dims) -> None:
-    """Refuse how many tokens each expert got where there are more or fewer experts.
-
-    Raises:
-        ValueError: names both numbers.
-    """
-    other = next((t.experts for t in dims.types.values() if t.experts not in (0, len(search.load))), None)
-    if len(search.load) > 1 and other is not None:
-        raise ValueError(
-            f"imbalance= has the tokens of {len(search.load)} experts, and a mixture of the model has {other}: give a "
-            "number for each, or one factor for all mixtures"
-        )
-
-
 def as_the_slowest(plan: Plan) -> Plan:
     """A plan that gives devices of several kinds the same work; its certificate says how they are counted."""
     note = "every device as slow as the slowest, and with the least memory"
     return replace(plan, certificate=replace(plan.certificate, space=f"{plan.certificate.space}; {note}"))
-
-
-def require_sent(sent: Collection[tuple[str, str]], quantized: Mapping[str, Mapping[str, int]]) -> None:
-    """Refuse a plan that sends none of what was to be in few bits along an axis.
-
-    Args:
-        sent: axes, and what is sent in few bits along them.
-        quantized: what is asked for.
-
-    Raises:
-        InfeasibleError: names the axis, what it is and the remedy.
-    """
-    for axis, bits in quantized.items():
-        for what in bits:
-            if (axis, what) not in sent:
-                done = "gathered" if what == WEIGHTS else "reduced into shards"
-                raise InfeasibleError(
-                    f"quantized= has {what} in {bits[what]} bits along axis {axis!r}, and the plan has none that are "
-                    f"{done} along it and smaller so; give the axis the role 'shard' (recipe 'fsdp'), or leave it out"
-                )
 
 
 def for_devices(program: Program, device: Device, axes: Mapping[str, int], *, deterministic: bool) -> Program:
@@ -268,100 +233,6 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
     local = run_passes(part, plan.inner, passes)
     require_apart(local, plan)
     return local
-
-
-def policy_of(
-    model: nn.Module, precision: Precision | str | torch.dtype | None, search: Search | None, plan: Plan | None = None
-) -> Precision | None:
-    """The policy that an argument asks for; float8 layers are for who asks for them twice, as all that is inexact.
-
-    Args:
-        model: whose parameters ``exclude`` names.
-        precision: the argument.
-        search: which says what may be inexact.
-        plan: one that is given instead of searching, which says itself that its layers are in float8.
-
-    Raises:
-        ValueError: there is no such policy, float8 is not among ``inexact``, or ``exclude`` names no parameter.
-        PlanError: the plan computes linear layers in another way.
-    """
-    policy = Precision.resolve(precision)
-    linear = None if policy is None else policy.linear
-    how = "" if linear is None else str(linear)
-    if plan is not None and plan.float8 != how:
-        own = "the dtype of their results"
-        raise PlanError(
-            f"the plan computes linear layers in {plan.float8 or own}, and precision= asks for {how or own}: pass the "
-            "precision that it was planned for, or plan again"
-        )
-    if linear is None:
-        return policy
-    if plan is None and FP8 not in (search or Search()).inexact:
-        raise ValueError(
-            f"precision= computes linear layers in {how}: {ROUNDED}; ask for that with "
-            f"search=Search(inexact=({FP8!r},))"
-        )
-    for pattern in linear.exclude:
-        if not any(fnmatchcase(name, pattern) for name, _ in model.named_parameters(remove_duplicate=False)):
-            raise ValueError(
-                f"Float8(exclude=...) names {pattern!r}, which is no parameter of the model; see its names"
-            )
-    return policy
-
-
-def check_float64(model: nn.Module, policy: Precision | None, search: Search | None, plan: Plan | None = None) -> None:
-    """Refuse compressed and few-bit messages of parameters in float64, unless that too is asked for.
-
-    Args:
-        model: whose parameters they are.
-        policy: in whose dtype parameters are stored.
-        search: which says what may be inexact.
-        plan: one that is given instead of searching.
-
-    Raises:
-        ValueError: names the axis, a parameter and the remedy.
-    """
-    search = search or Search()
-    roles, quantized = search.roles, [q.axis for q in read_quantized(search.quantized)]
-    if plan is not None:
-        roles, quantized = {axis: plan.worker_role for axis, _ in plan.workers}, [q.axis for q in plan.quantized]
-    stored = [(n, p.dtype if policy is None else policy.master) for n, p in model.named_parameters()]
-    require_no_float64([n for n, dtype in stored if dtype == torch.float64], search.inexact, roles, quantized)
-
-
-def check_planning(
-    model: nn.Module,
-    batch: Batch | None,
-    loss_fn: LossFunction | None,
-    loss: Loss,
-    memory: str | float | None,
-    optimizer: str,
-    search: Search | None,
-) -> None:
-    """Refuse arguments that are none, before anything is captured.
-
-    Raises:
-        ValueError: names the first, and what is expected.
-    """
-    require(
-        model=(model, a(nn.Module, "a torch.nn.Module")),
-        loss_fn=(loss_fn, optional(FUNCTION)),
-        loss=(loss, optional(LOSS)),
-        memory=(memory, optional(SIZE)),
-        optimizer=(optimizer, OPTIMIZER),
-        search=(search, optional(a(Search, "an autopar.Search"))),
-    )
-    if loss is not None and loss_fn is not None:
-        raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
-    if search is not None:
-        named = (name for name, _ in model.named_parameters(remove_duplicate=False))
-        check_names(search.layouts, named, (name for name, _ in model.named_modules(remove_duplicate=False)))
-    if batch is not None:
-        binding.passed(batch)
-
-
-BATCH = a((tuple, list, Mapping, binding.Passed), "a tuple of positional arguments, as (x,), or a dict of named ones")
-"""The batch of a function that needs one."""
 
 
 def require_same_graph(plan: Plan, program: Program) -> None:

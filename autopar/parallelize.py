@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
-from autopar.compiler import check_float64, check_planning, policy_of
 from autopar.costs.arguments import FLAG, FUNCTION, PATH, a, number, optional, require
 from autopar.costs.calibrate.allocator import keep_freed_memory
 from autopar.costs.cluster import Cluster
@@ -38,6 +37,7 @@ from autopar.runtime.observer import Observer
 from autopar.runtime.state.materialize import Init
 from autopar.runtime.state.optimizer_layouts import optimizers_of_model
 from autopar.runtime.state.parameters import distribute_parameters
+from autopar.search.arguments import check_float64, check_planning, policy_of
 from autopar.search.formulation.local_axes import Axes, exact_roles
 from autopar.search.options import Search
 from autopar.search.pipeline.space import is_split_for_stages, split_for_stages

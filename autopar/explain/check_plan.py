@@ -11,12 +11,9 @@ from torch import nn
 
 from autopar.capture import Batch, LossFunction
 from autopar.compiler import (
-    BATCH,
-    check_planning,
     default_memory,
     for_devices,
     part_of_worker,
-    policy_of,
     program_of,
     program_to_plan,
     require_same_graph,
@@ -30,6 +27,7 @@ from autopar.ir.precision import Precision
 from autopar.ir.program import Program
 from autopar.ir.quantized.axes import QuantizedAxis, read_quantized
 from autopar.ir.signature.outputs import Loss
+from autopar.search.arguments import BATCH, check_planning, policy_of
 from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.budget.lagrangian import fits
 from autopar.search.formulation.axis_roles import DATA

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from autopar.capture import Batch, LossFunction
-from autopar.compiler import check_float64, check_planning, default_memory, part_of_worker, program_to_plan, solve
+from autopar.compiler import default_memory, part_of_worker, program_to_plan, solve
 from autopar.costs.arguments import AXES, FLAG, require
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import format_bytes
@@ -22,6 +22,7 @@ from autopar.ir.program import Program
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
 from autopar.ir.signature.worker_rows import split_tensors
+from autopar.search.arguments import check_float64, check_planning
 from autopar.search.formulation.local_axes import require_rows
 from autopar.search.formulation.recipes import RECIPES, TAKES_ROLES
 from autopar.search.options import RECOMPUTE, Progress, Search

@@ -34,7 +34,7 @@ def check(program: Program, plan: Plan) -> None:
     holds = graph_info(program.graph).invariants
     _check_sums(program)
     _check_host(graph)
-    of_one = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind in ("batch", "tangent")}
+    of_one = program.inputs_of("batch", "tangent")
     for node in graph.nodes:
         if "layouts" in holds:
             _check_layouts(node)

@@ -174,6 +174,27 @@ def is_operator(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem
 
 
+def dependent_on(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:
+    """These nodes, and all that is computed from them."""
+    found = set(sources)
+    for node in graph.nodes:  # arguments come before their users
+        if node.op != "output" and any(a in found for a in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def computed_from(nodes: Iterable[fx.Node], within: Collection[fx.Node] | None = None) -> set[fx.Node]:
+    """These nodes, and all that they are computed from; if ``within`` is given, without what is not in it."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found and (within is None or node in within):
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
 def operators(graph: fx.Graph) -> Iterator[fx.Node]:
     """Operator nodes in order."""
     return (n for n in graph.nodes if is_operator(n))

@@ -251,6 +251,10 @@ class Program:
         """Placeholder nodes, in the order of ``inputs``."""
         return [n for n in self.graph.graph.nodes if n.op == "placeholder"]
 
+    def inputs_of(self, *kinds: str) -> set[fx.Node]:
+        """Placeholder nodes of these kinds of inputs."""
+        return {n for n, i in zip(self.placeholders, self.inputs, strict=True) if i.kind in kinds}
+
     @property
     def output_node(self) -> fx.Node:
         """The graph's output node."""
@@ -308,8 +312,7 @@ class Program:
         """
         if self.part.count == 1:
             return frozenset()
-        inputs = zip(self.placeholders, self.inputs, strict=True)
-        found = {n for n, i in inputs if i.kind in ("parameter", "buffer")}
+        found = self.inputs_of("parameter", "buffer")
         # Constants of the graph.
         found.update(n for n in self.graph.graph.nodes if n.op == "get_attr")
         for node, sources in self.sources.items():

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.state.values import OWN as TORCHS
-from autopar.compiler import BATCH, rewrite
+from autopar.compiler import rewrite
 from autopar.costs.arguments import TEXT, a, require
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
@@ -30,6 +30,7 @@ from autopar.runtime.state.parameters import gathered
 from autopar.runtime.state.state_dict import load_full, prepare_load, savable
 from autopar.runtime.state.storage import load_into
 from autopar.runtime.step.step import deliver, reduce_deferred
+from autopar.search.arguments import BATCH
 from autopar.specialize import CompileOptions
 
 _OWN = ("_autopar", "_state_dict_hooks", "_load_state_dict_pre_hooks")

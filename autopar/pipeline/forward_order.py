@@ -11,31 +11,19 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from autopar.ir.graph import module_path
+from autopar.ir.graph import computed_from, dependent_on, module_path
 from autopar.ir.program import Program, is_hoisted
 
 
 def forward_nodes(program: Program) -> set[fx.Node]:
     """Forward outputs and forward-tagged nodes, and all that these are computed from."""
     # What depends on a tangent is of the backward pass, whatever its tag says.
-    backward: set[fx.Node] = {
-        n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"
-    }
-    for node in program.graph.graph.nodes:
-        if any(a in backward for a in node.all_input_nodes):
-            backward.add(node)
-    nodes = program.graph.graph.nodes
+    backward = dependent_on(program.graph.graph, program.inputs_of("tangent"))
+    nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     # Graphs without gradients are not tagged: an unused draw of random numbers must stay before the next one.
     early = (lambda n: n.meta.get("partitioner_tag") == "is_forward") if program.training else (lambda n: True)
     tagged = [n for n in nodes if n not in backward and early(n)]
-    pending = [*tagged, *(v for v in program.output_values[: program.forward_outputs] if v is not None)]
-    found: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in found and node.op != "output":
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found
+    return computed_from([*tagged, *(v for v in program.output_values[: program.forward_outputs] if v is not None)])
 
 
 def positions(program: Program, forward: set[fx.Node]) -> dict[fx.Node, int]:
@@ -97,8 +85,7 @@ def _paths(program: Program, forward: set[fx.Node]) -> Iterator[tuple[int, str]]
 
 def _in_order(program: Program, forward: set[fx.Node]) -> Iterator[fx.Node]:
     """The forward operators that have a position of their own: not those of parameters and buffers alone."""
-    kinds = zip(program.placeholders, program.inputs, strict=True)
-    invariant = {n for n, i in kinds if i.kind in ("parameter", "buffer")}
+    invariant = program.inputs_of("parameter", "buffer")
     for node in program.graph.graph.nodes:
         if node.op != "call_function" or node not in forward:
             continue

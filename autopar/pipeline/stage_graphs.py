@@ -17,6 +17,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from autopar._torch_compat import BoxedCodeGen, LazyGraphModule
+from autopar.ir.graph import computed_from
 from autopar.ir.node_info import info
 from autopar.ir.ops import float8
 from autopar.ir.ops.accumulate import accumulate
@@ -219,7 +220,7 @@ class StageGraphs:
             graphs = [self.microbatch_graph(stage, FORWARD), self.microbatch_graph(stage, BACKWARD)]
             graphs += [self.free_outputs(), *(self.final_graph(stage, level) for level in range(self.rounds))]
             used = {self.node(name) for graph in graphs for name in graph.takes} & self.hoisted
-            self._hoisted_graphs[stage] = self._stage_graph(_ancestors(used, self.hoisted), used)
+            self._hoisted_graphs[stage] = self._stage_graph(computed_from(used, self.hoisted), used)
         return self._hoisted_graphs[stage]
 
     def _forward_graph(self, stage: int) -> StageGraph:
@@ -239,7 +240,7 @@ class StageGraphs:
         if kind == BACKWARD:
             return self._stage_graph(computed, sent | self.needed_at_end & computed)
         # Zero bubble (arXiv 2401.10241): the part for the input is what the stage before waits for, and no more.
-        for_input = _ancestors(sent, computed)
+        for_input = computed_from(sent, computed)
         for_weight = computed - for_input
         if kind == INPUT:
             shared = {a for n in for_weight for a in n.all_input_nodes} & for_input
@@ -387,16 +388,4 @@ def free_nodes(program: Program) -> set[fx.Node]:
         # and stages that do not have it would compute it, too.
         if (one_source and not heavy and node.target not in (accumulate, float8.amax)) or is_hoisted(node):
             found.add(node)
-    return found
-
-
-def _ancestors(nodes: Iterable[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
-    """Those of ``nodes`` that are ``within``, and what they are computed from there."""
-    found: set[fx.Node] = set()
-    pending = [n for n in nodes if n in within]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += [a for a in node.all_input_nodes if a in within]
     return found

@@ -104,7 +104,7 @@ _ROUNDS = frozenset({float8.quantize, float8.block_quantize})
 
 def from_parameters(program: Program) -> set[fx.Node]:
     """Parameters, and operators that compute from nothing but one of them."""
-    found = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "parameter"}
+    found = program.inputs_of("parameter")
     for node, sources in program.sources.items():
         # Casts, transposes and the like, before they meet an activation.
         # What is rounded to float8 comes from its scale, too.

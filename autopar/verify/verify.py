@@ -14,7 +14,7 @@ from torch import fx, nn
 from autopar.capture import Batch, LossFunction
 from autopar.capture.state.record import Record
 from autopar.capture.state.slots import state_tensors
-from autopar.compiler import BATCH, captured, check_planning, in_canonical_form, part_of_worker, rewrite, solve
+from autopar.compiler import captured, in_canonical_form, part_of_worker, rewrite, solve
 from autopar.costs.arguments import AXES, FLAG, a, require, whole
 from autopar.costs.cluster import Cluster
 from autopar.errors import VerifyError
@@ -28,6 +28,7 @@ from autopar.ir.signature.outputs import Loss
 from autopar.ir.structure import same_graph
 from autopar.passes import DETERMINISTIC_PASSES, with_any_strides, with_whole_numbers
 from autopar.passes.canonicalize import canonical
+from autopar.search.arguments import BATCH, check_planning
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import MICROBATCHES as COUNT
 from autopar.search.options import OFFLOAD, Search

@@ -71,7 +71,7 @@ def _follow_gradients(program: Program, forward: set[fx.Node]) -> None:
     What the backward pass recomputes needs no gradient, and a later stage that reads it recomputes it for itself.
     """
     free, once, graph = free_nodes(program), program.per_step, program.graph.graph
-    of_tangents = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
+    of_tangents = program.inputs_of("tangent")
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def own(node: fx.Node, stage: int, user: fx.Node) -> fx.Node:

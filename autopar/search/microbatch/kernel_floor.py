@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.costs.kernels import Work, kernel_seconds
+from autopar.ir.graph import dependent_on
 from autopar.ir.program import Program
 from autopar.rules.remembered import remembered
 from autopar.search.padding import MOST_HEADS
@@ -86,11 +87,7 @@ def _operators(program: Program) -> tuple[int, Mapping[tuple[Operator, Splits], 
 
 def _on_batch(program: Program) -> set[fx.Node]:
     """Nodes that depend on the batch: others run once a step, whatever dims they have."""
-    found = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "batch"}
-    for node in program.graph.graph.nodes:
-        if any(a in found for a in node.all_input_nodes):
-            found.add(node)
-    return found
+    return dependent_on(program.graph.graph, program.inputs_of("batch"))
 
 
 @remembered(2**14)

@@ -25,7 +25,7 @@ from torch import fx
 
 from autopar._torch_compat import FakeTensor, LazyGraphModule
 from autopar.errors import InfeasibleError
-from autopar.ir.graph import inherit_origin, user_line, values_of
+from autopar.ir.graph import computed_from, dependent_on, inherit_origin, user_line, values_of
 from autopar.ir.layout import Layout, Replicate, Split
 from autopar.ir.node_info import GraphInfo, info, set_graph_info, set_info
 from autopar.ir.ops import float8
@@ -127,14 +127,10 @@ def _replace_moves(cut: _Cut) -> None:
 
 def _of_batch_alone(cut: _Cut) -> set[fx.Node]:
     """Nodes that depend on no parameter or tangent."""
-    dependent = {n for n, i in cut.inputs.items() if i.kind in ("parameter", "tangent")}
-    found = set()
-    for node in cut.local.graph.graph.nodes:
-        if node in dependent or any(a in dependent for a in node.all_input_nodes):
-            dependent.add(node)
-        else:
-            found.add(node)
-    return found
+    graph = cut.local.graph.graph
+    return set(graph.nodes) - dependent_on(
+        graph, {n for n, i in cut.inputs.items() if i.kind in ("parameter", "tangent")}
+    )
 
 
 def _compute_before(cut: _Cut, value: fx.Node, end: fx.Node) -> None:
@@ -251,13 +247,7 @@ def _end_of_move(node: fx.Node) -> fx.Node | None:
 
 def _program_of(program: Program, values: list[fx.Node]) -> Program:
     """The program that computes some values of the whole batch."""
-    waiting, needed = list(values), set()
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    graph = fx.Graph()
+    needed, graph = computed_from(values), fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     for node in program.graph.graph.nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.errors import InfeasibleError
+from autopar.ir.graph import dependent_on
 from autopar.ir.layout import Placement, Replicate, Split
 from autopar.ir.ops import float8
 from autopar.ir.program import Program
@@ -36,10 +37,7 @@ def along_samples(program: Program, dims: Dims, classes: LayerClasses, count: in
     allowed: dict[str, tuple[frozenset[str], ...]] = {}
     placements: dict[tuple[str, str], tuple[Placement, ...]] = {}
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
-    of_batch = {n for n, i in inputs.items() if i.kind == "batch"}
-    for node in program.graph.graph.nodes:
-        if any(a in of_batch for a in node.all_input_nodes):
-            of_batch.add(node)
+    of_batch = dependent_on(program.graph.graph, program.inputs_of("batch"))
     for key, members in classes.members.items():
         node = members[0]
         if node in dims.operators:

@@ -170,8 +170,7 @@ def _names(program: Program) -> dict[fx.Node, str]:
 
 
 def _from_parameters(program: Program) -> frozenset[fx.Node]:
-    inputs = zip(program.placeholders, program.inputs, strict=True)
-    found = {n for n, i in inputs if i.kind in ("parameter", "buffer")}
+    found = program.inputs_of("parameter", "buffer")
     found.update(n for n in program.graph.graph.nodes if n.op == "get_attr")
     for node, sources in program.sources.items():
         if not draws(node) and all(source in found for source, _ in sources):

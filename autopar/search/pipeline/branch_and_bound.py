@@ -29,7 +29,7 @@ from autopar.pipeline.schedules import Order, order, placed, require_numbers, su
 from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.budget.cutoff import Cutoff
 from autopar.search.budget.lagrangian import fits
-from autopar.search.flat import best_flat, flat_in_any_memory
+from autopar.search.microbatch.flat import best_flat, flat_in_any_memory
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import Job
 from autopar.search.padding import best_padded

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopar.ir.graph import copy_graph, insert_call, user_line
+from autopar.ir.graph import copy_graph, dependent_on, insert_call, user_line
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops import float8
 from autopar.ir.precision import BLOCKS, DELAYED, TENSORWISE, Float8
@@ -258,11 +258,7 @@ def _parameter(node: fx.Node, parameters: Container[fx.Node]) -> fx.Node | None:
 
 def _of_tangents(program: Program) -> set[fx.Node]:
     """What depends on the gradients of results: gradients."""
-    found = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
-    for node in program.graph.graph.nodes:
-        if any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+    return dependent_on(program.graph.graph, program.inputs_of("tangent"))
 
 
 def _terms(gradient: fx.Node) -> Iterator[fx.Node]:

@@ -12,10 +12,10 @@ from torch import nn
 
 import autopar
 from autopar import Precision
-from autopar.compiler import check_float64
 from autopar.errors import PlanError
 from autopar.explain.recipes import find_plan
 from autopar.ir.signature.worker_rows import rows_of_worker
+from autopar.search.arguments import check_float64
 from tests.distributed.models import mlp, mlp_batch
 
 ASKED: dict[str, Any] = {"roles": {"dc": "local", "gpu": "shard"}, "inexact": ("local",)}
