@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+MOST_TURNS = 8
+"""Blocks of at most so many kinds may take turns, such as seven with a window and one without."""
+
 COUNT = 2
 """Blocks that are captured: the first may make what all share, such as a mask; the second stands for the others."""
 
 
+STORE = "transformers.cache_utils"
+"""The module of caches, whose code may read a block's number: it stores keys and values by it, and no more."""
+
+
 class UnreadableNumber:
-    """In place of a block's own number: the model may pass it along, but not read it."""
+    """In place of a block's own number: the model passes it along, and only a cache of keys and values may read it."""
 
-    def _read(self, *_: Any) -> Any:
-        raise TypeError("a block's own number decides what it computes")
+    def __init__(self, number: int) -> None:
+        self._number = number
 
-    __bool__ = __int__ = __index__ = __float__ = __hash__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _read
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _read
-    __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __str__ = __format__ = _read
+
+def _reader(name: str) -> Callable[..., Any]:
+    def read(self: UnreadableNumber, *arguments: Any) -> Any:
+        reader = sys._getframe(1).f_locals.get("self")
+        if not any(kind.__module__ == STORE for kind in type(reader).__mro__):
+            raise TypeError("a block's own number decides what it computes")
+        return getattr(self._number, name)(*arguments)
+
+    return read
+
+
+for _name in (
+    "__bool__ __int__ __index__ __float__ __hash__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __add__ __radd__ __sub__ "
+    "__rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ "
+    "__neg__ __abs__ __str__ __format__"
+).split():
+    setattr(UnreadableNumber, _name, _reader(_name))
 
 
 class Shortened(NamedTuple):
@@ -34,6 +56,7 @@ class Shortened(NamedTuple):
         reason: why nothing was left out.
         path: name of the list of blocks.
         lead: how many blocks at the beginning are others than the rest, and are all there.
+        period: how many take turns after them, over and over; 1: all are alike.
     """
 
     model: nn.Module
@@ -41,6 +64,7 @@ class Shortened(NamedTuple):
     reason: str = ""
     path: str = ""
     lead: int = 0
+    period: int = 1
 
 
 def shorten(model: nn.Module, count: int = COUNT) -> Shortened:
@@ -50,7 +74,8 @@ def shorten(model: nn.Module, count: int = COUNT) -> Shortened:
     of the same shapes and dtypes, and none is shared. Only a block's own number may differ: in its place they get what
     cannot be read (`UnreadableNumber`). Any other setting that differs may change what the block computes. Blocks at
     the beginning may be others, such as the dense layers before mixtures of experts: they all stay, and so many of
-    those alike. Else nothing is left out, and the reason says so.
+    those alike. Where blocks take turns, such as one with a sliding window and one without, so many turns stay. Else
+    nothing is left out, and the reason says so.
     """
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > count]
     # A list of leaves, such as linear layers, is no list of blocks.
@@ -67,17 +92,16 @@ def shorten(model: nn.Module, count: int = COUNT) -> Shortened:
         return Shortened(model, None, f"blocks of {name} share parameters")
     # All blocks, not only those that are captured: one odd layer in the middle would be lost.
     described = [_description(block) for block in blocks]
-    odd, lead = _odd_one(described), 0
-    if odd is not None:
-        lead = len(described) - _alike_at_the_end(described)
-        if len(described) - lead <= count:
-            return Shortened(
-                model, None, f"{name}.{odd[0]}.{odd[1]} differs from that of {name}.0".replace("..", ".")
-            )  # fmt: skip
-    numbers = _block_numbers(described[lead:])
-    few = [_without_numbers(block, numbers) for block in list(blocks)[lead : lead + count]]
+    turns = _turns(described, count)
+    if turns is None:
+        number, setting = _odd_one(described, 1) or (0, "")
+        return Shortened(model, None, f"{name}.{number}.{setting} differs from that of {name}.0".replace("..", "."))
+    lead, period = turns
+    numbers = [_block_numbers(described[lead + i :: period]) for i in range(period)]
+    end = lead + count * period
+    few = [_without_numbers(blocks[i], numbers[(i - lead) % period]) for i in range(lead, end)]
     shorter = nn.ModuleList([*list(blocks)[:lead], *few])
-    return Shortened(_with(model, name.split("."), shorter), len(blocks), path=name, lead=lead)
+    return Shortened(_with(model, name.split("."), shorter), len(blocks), path=name, lead=lead, period=period)
 
 
 def _block_numbers(described: Sequence[dict[str, Any]]) -> set[str]:
@@ -85,30 +109,47 @@ def _block_numbers(described: Sequence[dict[str, Any]]) -> set[str]:
     return {key for key in described[0] if _is_block_number([d.get(key) for d in described])}
 
 
-def _odd_one(described: Sequence[dict[str, Any]]) -> tuple[int, str] | None:
-    """The first block that is unlike the first, and in which setting; None: all are alike."""
-    numbers = _block_numbers(described)
+def _turns(described: Sequence[dict[str, Any]], count: int) -> tuple[int, int] | None:
+    """How many blocks at the beginning are others, and how many of those after them take turns, over and over.
+
+    Of all ways that leave blocks out with ``count`` turns captured, that which captures fewest; None: there is none.
+    """
+    found = []
+    for period in range(1, min(MOST_TURNS, len(described) // (count + 1)) + 1):
+        alike = _alike_at_the_end(described, period) // period
+        lead = len(described) - alike * period
+        if alike > count:
+            found.append((lead + count * period, period, lead))
+    return min(found)[:0:-1] if found else None
+
+
+def _odd_one(described: Sequence[dict[str, Any]], period: int) -> tuple[int, str] | None:
+    """The first block that is unlike the one whose turn it is, and in which setting; None: there is none."""
+    numbers = [_block_numbers(described[i::period]) for i in range(period)]
     for number, description in enumerate(described):
-        found = next((k for k in _differences(described[0], description) if k not in numbers), None)
+        i = number % period
+        found = next((k for k in _differences(described[i], description) if k not in numbers[i]), None)
         if found is not None:
             return number, found
     return None
 
 
-def _alike_at_the_end(described: Sequence[dict[str, Any]]) -> int:
-    """How many blocks at the end are alike: of two that follow each other, settings tell which are not."""
-    count = 1
-    while count < len(described) and _odd_one(described[-count - 1 :][:2]) is None:
+def _alike_at_the_end(described: Sequence[dict[str, Any]], period: int) -> int:
+    """How many blocks at the end are alike, turn by turn: settings of neighbors tell which are not."""
+    count = period
+    while count < len(described) and _odd_one(described[-count - 1 :: period][:2], 1) is None:
         count += 1
     # Neighbors may be alike by a setting that counts up here and stays the same there.
-    while _odd_one(described[-count:]) is not None:
+    while count >= period and _odd_one(described[-count:], period) is not None:
         count -= 1
     return count
 
 
 def _is_block_number(values: Sequence[Any]) -> bool:
-    """Whether a setting is the number of the block, counted from anything."""
-    return all(type(v) is int and v == values[0] + i for i, v in enumerate(values))
+    """Whether a setting is the number of the block, counted from anything, in steps of its turns."""
+    if not all(type(v) is int for v in values) or len(values) < 2 or values[1] <= values[0]:
+        return False
+    return all(v == values[0] + i * (values[1] - values[0]) for i, v in enumerate(values))
 
 
 def _without_numbers(block: nn.Module, numbers: Collection[str]) -> nn.Module:
@@ -118,7 +159,7 @@ def _without_numbers(block: nn.Module, numbers: Collection[str]) -> nn.Module:
 
 def _changed(module: nn.Module, path: str, numbers: Collection[str]) -> nn.Module:
     changed = copy.copy(module)
-    changed.__dict__.update({k: UnreadableNumber() for k in vars(module) if f"{path}.{k}" in numbers})
+    changed.__dict__.update({k: UnreadableNumber(v) for k, v in vars(module).items() if f"{path}.{k}" in numbers})
     # Shallow copies all the way down: tensors stay the model's own.
     inner = ((name, child, f"{path}.{name}".lstrip(".")) for name, child in module._modules.items())
     changed._modules = {n: None if c is None else _changed(c, p, numbers) for n, c, p in inner}

@@ -43,14 +43,14 @@ def abridge(
     reason = short.reason or _told_apart(model, short, pins)
     if not reason:
         assert short.layers is not None
-        alike = short.layers - short.lead
-        say(f"capturing {short.lead + SHORT} of the {short.layers} blocks of {short.path}")
+        alike = (short.layers - short.lead) // short.period
+        say(f"capturing {short.lead + SHORT * short.period} of the {short.layers} blocks of {short.path}")
         try:
             three, two = make(short.model), make(shorten(model, SHORT - 1).model)
         except AutoparError as e:  # the whole model fails in the same way, or it does not
             reason = f"three blocks alone fail: {e}"
         else:
-            repeat = RepeatedLayers(short.path, alike, two, short.lead)
+            repeat = RepeatedLayers(short.path, alike, two, short.lead, short.period)
             reason = _differs(three, repeat)
             if not reason:
                 return replace(three, repeat=repeat)
@@ -60,11 +60,11 @@ def abridge(
 
 def _told_apart(model: nn.Module, short: Shortened, pins: Iterable[str]) -> str:
     """A pin that holds for some of the alike blocks only."""
-    alike: dict[str, list[str]] = defaultdict(list)
+    alike: dict[tuple[int, str], list[str]] = defaultdict(list)
     for name in (name for named in (model.named_parameters(), model.named_modules()) for name, _ in named):
         number, _, rest = name.removeprefix(f"{short.path}.").partition(".")
         if name.startswith(f"{short.path}.") and int(number) >= short.lead:
-            alike[rest].append(name)
+            alike[(int(number) - short.lead) % short.period, rest].append(name)
     for pattern in pins:
         for names in alike.values():
             if len({fnmatchcase(name, pattern.partition(":")[0]) for name in names}) > 1:
@@ -79,7 +79,7 @@ def _differs(three: Program, repeat: RepeatedLayers) -> str:
     classes, less = (layer_classes(p, analyze(p)) for p in (three, two))
     if classes.members.keys() != less.members.keys() or not two.structure.keys() <= three.structure.keys():
         return "with two blocks there are other operators than with three"
-    owner = {n: f"{module_path(n)}." for n in three.sources if module_path(n)}
+    owner = {n: module_path(n) for n in three.sources if module_path(n)}
     inputs = zip(three.placeholders, three.inputs, strict=True)
     owner.update({n: i.name for n, i in inputs if i.kind in ("parameter", "buffer")})
     # What the third block adds to a class must be what the middle block has of it; else there is something (an operator
@@ -87,7 +87,7 @@ def _differs(three: Program, repeat: RepeatedLayers) -> str:
     for key, nodes in classes.members.items():
         if any(n in owner for n in nodes):  # sums of gradients belong to no module
             added = len(nodes) - len(less.members[key])
-            expected = sum(owner[n].startswith(f"{repeat.module(1)}.") for n in nodes)
+            expected = sum(repeat.block(owner[n])[0] == 1 for n in nodes)
             if added != expected:
                 return f"a block adds {added} of {key}, of which the one in the middle has {expected}"
     return ""

@@ -91,21 +91,24 @@ class Call:
 class RepeatedLayers:
     """What a program leaves out of a model: it has three of the model's blocks, which are alike.
 
-    Blocks at the beginning of the list may be others, such as dense layers before mixtures of experts: the program has
-    all of these. Every count of the whole model's graph is what three blocks have, and for each further one the
-    difference between three and two.
+    A block is a module of the list, or where these take turns (sliding windows and full attention, say) all of one
+    turn. Modules at the beginning of the list may be others, such as dense layers before mixtures of experts: the
+    program has all of these. Every count of the whole model's graph is what three blocks have, and for each further one
+    the difference between three and two.
 
     Attributes:
-        path: of the list of blocks, such as ``model.layers``.
+        path: of the list of modules, such as ``model.layers``.
         blocks: how many alike ones the model has.
         shorter: the program of two blocks.
-        lead: how many others come before them.
+        lead: how many other modules come before them.
+        period: how many modules a block has.
     """
 
     path: str
     blocks: int
     shorter: Program
     lead: int = 0
+    period: int = 1
 
     def extrapolate(self, three: Any, two: Any) -> Any:
         """A number of the whole model, or a mapping to numbers, from those of three and of two blocks; absent is 0."""
@@ -116,29 +119,44 @@ class RepeatedLayers:
 
     def names(self, name: str) -> tuple[str, ...]:
         """The model's tensors (or modules) that one of the program stands for: the middle block's for all between."""
-        number, rest = self.block(name)
+        number, place = self.block(name)
         # Three blocks: the first and the last stand for themselves.
         numbers = {0: (0,), 1: range(1, self.blocks - 1), 2: (self.blocks - 1,)}.get(number, ())
-        return tuple(f"{self.module(i)}{rest}" for i in numbers) or (name,)
+        return tuple(self.name(i, place) for i in numbers) or (name,)
 
     def alike(self, name: str) -> tuple[str, ...]:
         """The program's tensors (or modules) that stand for the one of this name and those of the blocks like its."""
-        number, rest = self.block(name)
-        return tuple(f"{self.module(i)}{rest}" for i in range(SHORT)) if 0 <= number < self.blocks else (name,)
+        number, place = self.block(name)
+        return tuple(self.name(i, place) for i in range(SHORT)) if 0 <= number < self.blocks else (name,)
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         return re.compile(rf"{re.escape(self.path)}\.(\d+)([.:].*)?")
 
-    def module(self, number: int) -> str:
-        """The name of one of the alike blocks."""
-        return f"{self.path}.{self.lead + number}"
+    def modules(self, number: int) -> tuple[str, ...]:
+        """The names of the modules of one of the alike blocks."""
+        return tuple(self.name(number, (i, "")) for i in range(self.period))
 
-    def block(self, name: str) -> tuple[int, str]:
-        """Which of the alike blocks a name is of, counted from 0 and negative for none, and what follows."""
+    def name(self, number: int, place: tuple[int, str]) -> str:
+        """The name of what is at a place of one of the alike blocks."""
+        return f"{self.path}.{self.lead + number * self.period + place[0]}{place[1]}"
+
+    def block(self, name: str) -> tuple[int, tuple[int, str]]:
+        """Which of the alike blocks a name is of, counted from 0 and negative for none, and its place in the block.
+
+        A place is the number of the block's module, and what follows in the name.
+        """
         # ``:`` begins the number of a module output, as in ``layers.0.attn:1``.
         found = self._pattern.fullmatch(name)
-        return (int(found[1]) - self.lead, found[2] or "") if found else (-1, "")
+        if found is None:
+            return -1, (0, "")
+        number, i = divmod(int(found[1]) - self.lead, self.period)
+        return number, (i, found[2] or "")
+
+    def is_inside(self, name: str) -> bool:
+        """Whether a module is in one of the alike blocks, and is not the first of it."""
+        number, place = self.block(name)
+        return number >= 0 and place != (0, "")
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,8 @@ def _curves(three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], repeat: Re
         # The middle block has neighbors on both sides in three blocks, and on one in two: what differs would be the
         # ends. So it grows by a later block as the first does, and by an earlier one as the last does.
         if _number(three[i], repeat) == "1":
-            tail = module.removeprefix(repeat.module(1))
-            ends = [(f"{repeat.module(end)}{tail}", operator, backward, which) for end in (0, SHORT - 1)]
+            _, place = repeat.block(module)
+            ends = [(repeat.name(end, place), operator, backward, which) for end in (0, SHORT - 1)]
             first, last = (named.get(end, (None, None)) for end in ends)
             growth[i] = (first[LATER] or growth[i][LATER], last[EARLIER] or growth[i][EARLIER])
     most: dict[tuple[str, bool, int], Held] = defaultdict(dict)
@@ -158,8 +158,7 @@ def _growth(
         for point in found:
             number, rest = _number(point, repeat), point.path
             if number and shift:
-                tail = point.path.removeprefix(repeat.module(int(number)))
-                rest = f"{repeat.module(int(number) + shift)}{tail}"
+                rest = repeat.name(int(number) + shift, repeat.block(point.path)[1])
             if point.in_place:
                 running = str(int(number) + shift) if number else ""
             # Of a move that is late, or ahead: while another block runs, something else is live.
@@ -190,7 +189,9 @@ def _in_blocks(found: Sequence[MemoryPoint], repeat: RepeatedLayers) -> list[Mem
     # From both sides: a sum between two blocks belongs to neither.
     before, after = last_blocks(found), last_blocks(reversed(found))[::-1]
     return [
-        replace(p, path=repeat.module(int(a[0]))) if not p.path and a[0] and b[0] and a[1] == b[1] == p.backward else p
+        replace(p, path=repeat.modules(int(a[0]))[0])
+        if not p.path and a[0] and b[0] and a[1] == b[1] == p.backward
+        else p
         for p, a, b in zip(found, before, after, strict=True)
     ]
 

@@ -92,7 +92,7 @@ def file_of(program: Program, dims: Dims, job: Job, kind: str = "") -> Path | No
     if (reason := _distrusted(where)) is not None:
         _warn(reason)
         return None
-    repeat = program.repeat and (program.repeat.path, program.repeat.blocks, program.repeat.lead)
+    repeat = program.repeat and (program.repeat.modules(0), program.repeat.blocks)
     operators = {o: n.target for n, o in dims.operators.items()}  # calls that are alike share one
     rules = sorted({f"{target} {_rule_text(o.rule)}" for o, target in operators.items()})
     parts = (

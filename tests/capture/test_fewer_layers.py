@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from autopar.capture.fewer_layers import UnreadableNumber, shorten
@@ -27,7 +28,7 @@ def test_two_of_the_alike_blocks_stay() -> None:
 def test_a_setting_that_differs_keeps_the_model_whole() -> None:
     model = gpt()
     model.layers[3].heads = 2
-    assert shorten(model) == (model, None, "layers.3.heads differs from that of layers.0", "", 0)
+    assert shorten(model) == (model, None, "layers.3.heads differs from that of layers.0", "", 0, 1)
 
 
 def test_a_shape_or_class_that_differs_keeps_the_model_whole() -> None:
@@ -67,7 +68,7 @@ def test_frozen_and_evaluated_blocks_differ() -> None:
 def test_a_block_that_comes_several_times_keeps_the_model_whole() -> None:
     model = gpt()
     model.layers = nn.ModuleList([model.layers[0]] * 4)
-    assert shorten(model) == (model, None, "layers has the same block several times", "", 0)
+    assert shorten(model) == (model, None, "layers has the same block several times", "", 0, 1)
 
 
 def test_a_block_elsewhere_keeps_the_model_whole() -> None:
@@ -103,3 +104,26 @@ def test_a_number_of_its_own_is_replaced_by_one_that_nobody_can_read() -> None:
     for read in (int, str, bool, hash, lambda n: n + 1, lambda n: [1, 2][n], lambda n: n == 1, lambda n: f"{n}"):
         with pytest.raises(TypeError, match="a block's own number decides what it computes"):
             read(number)
+    from transformers.cache_utils import DynamicCache
+
+    cache = DynamicCache()
+    for layer in short.model.layers:
+        cache.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), layer.qkv.depth)
+    assert len(cache.layers) == 3
+
+
+def test_blocks_may_take_turns() -> None:
+    """Three turns are captured, those that fill none are at the beginning; a number is that of its turn."""
+    model = gpt(14)
+    for i, layer in enumerate(model.layers):
+        layer.heads = 2 if i % 3 == 2 else 4
+        layer.number = i
+        if i % 3 == 0:
+            layer.qkv.depth = i  # no other has one
+    short = shorten(model, 3)
+    assert (short.layers, short.lead, short.period, len(short.model.layers)) == (14, 2, 3, 11)
+    assert [layer.heads for layer in short.model.layers] == [layer.heads for layer in list(model.layers)[:11]]
+    assert [type(layer.number) for layer in short.model.layers] == [int, int, *[UnreadableNumber] * 9]
+    assert isinstance(short.model.layers[3].qkv.depth, UnreadableNumber)
+    model.layers[10].heads = 3
+    assert shorten(model, 3).layers is None

@@ -46,11 +46,18 @@ class Deep(nn.Module):
     """Blocks between an embedding and a head; every block's result is used, too."""
 
     def __init__(
-        self, layers: int, hidden: int = 8, ffn: int = 16, skip: Callable[[int, int], bool] | None = None, odd: int = 0
+        self,
+        layers: int,
+        hidden: int = 8,
+        ffn: int = 16,
+        skip: Callable[[int, int], bool] | None = None,
+        odd: int = 0,
+        turns: int = 1,
     ) -> None:
         super().__init__()
         self.first = nn.Linear(4, hidden)
-        self.layers = nn.ModuleList(Block(i, hidden, 3 * ffn if i < odd else ffn) for i in range(layers))
+        wide = [i < odd or i % turns > 0 for i in range(layers)]
+        self.layers = nn.ModuleList(Block(i, hidden, ffn * (3 if more else 1)) for i, more in enumerate(wide))
         self.head = nn.Linear(hidden, 8)
         self.skip = skip
 
@@ -71,11 +78,12 @@ def deep(layers: int, **settings: Any) -> tuple[nn.Module, dict[str, torch.Tenso
 
 def both(name: str, layers: int, **settings: Any) -> tuple[Program, Program]:
     """The program of the whole model, and that of three blocks."""
-    model, batch = deep(layers, **settings) if name == "deep" else models.MODELS[name](layers=layers, seq=4)
+    cached = {"use_cache": True} if name in ("gpt2", "llama") else {}
+    model, batch = deep(layers, **settings) if name == "deep" else models.MODELS[name](layers=layers, seq=4, **cached)
     whole, short = program_of(model, batch), program_to_plan(model, batch)
     assert short.repeat is not None
-    assert short.repeat.lead + short.repeat.blocks == layers
-    assert short.repeat.lead == settings.get("odd", 0)
+    assert short.repeat.period == settings.get("turns", 1)
+    assert short.repeat.lead + short.repeat.blocks * short.repeat.period == layers
     return whole, short
 
 
@@ -135,9 +143,12 @@ def test_memory_is_that_of_the_whole_model() -> None:
     assert_same(solve(short, {"a": 4}, EAGER, memory=total / 1.2), expected)
 
 
-def test_the_first_blocks_may_be_others() -> None:
-    """As the dense layers before mixtures of experts are: each plan, with stages or without, is that of all blocks."""
-    whole, short = both("deep", 9, odd=2)
+@pytest.mark.parametrize(("odd", "turns", "lead"), [(2, 1, 2), (0, 2, 1)])
+def test_blocks_may_be_of_several_kinds(odd: int, turns: int, lead: int) -> None:
+    """As the dense layers before mixtures of experts, and windows beside full attention: each plan is that of all."""
+    whole, short = both("deep", 9, odd=odd, turns=turns)
+    assert short.repeat is not None
+    assert short.repeat.lead == lead
     assert short.fingerprint == whole.fingerprint
     assert len(short.sources) < len(whole.sources)
     total = sum(state_bytes(whole, "adamw").values())
@@ -145,6 +156,8 @@ def test_the_first_blocks_may_be_others() -> None:
     assert_same(solve(short, {"a": 4}, EAGER), solve(whole, {"a": 4}, EAGER))
     staged = Search(pins={"stages": 2, "stage_axis": "b", "microbatches": 4, "schedule": "1f1b"})
     found = solve(short, {"b": 2, "a": 2}, EAGER, memory=total, search=staged)
+    cuts = [stage.modules[0] for stage in found.stages[1:]]  # no turn is cut, where the whole model's may be
+    staged = replace(staged, pins={**staged.pins, "stages": cuts})
     expected = solve(whole, {"b": 2, "a": 2}, EAGER, memory=total, search=staged)
     assert found.stages == expected.stages
     assert found.predicted.step_seconds == pytest.approx(expected.predicted.step_seconds, rel=1e-3)

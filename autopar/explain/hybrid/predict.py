@@ -180,8 +180,8 @@ def _captured(
     """The program of two layers and how many there are, or that of the whole model and None."""
     # Two layers tell all: the second is like every further one.
     short = shorten(model)
-    if short.lead:
-        short = Shortened(model, None, f"the first {short.lead} blocks of {short.path} are others than the rest")
+    if short.lead or short.period > 1:
+        short = Shortened(model, None, f"the blocks of {short.path} are of several kinds")
 
     def made(model: nn.Module) -> Program:
         return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision, fused=fused)

@@ -50,7 +50,8 @@ def require_blocks(program: Program, shape: PipelineShape) -> None:
     """
     repeat = program.repeat
     if repeat is not None and repeat.blocks < shape.stages:
-        alike = f"{repeat.blocks} blocks" + (f" behind the first {repeat.lead}" if repeat.lead else "")
+        alike = f"{repeat.blocks} blocks" + (f" of {repeat.period} modules" if repeat.period > 1 else "")
+        alike += f" behind the first {repeat.lead}" if repeat.lead else ""
         raise InfeasibleError(
             f"{shape.stages} stages of at least a block each, and {repeat.path} has {alike}; ask for fewer stages"
         )
@@ -164,8 +165,9 @@ def _of_whole(
 def _rewritten(program: Program, padded: Program, plan: Plan) -> list[tuple[Plan, Program]]:
     """The three blocks under plans that cut them as `ThreeCuts` says."""
     assert program.repeat is not None
-    order, module = forward_order(padded, analyze(padded), plan), program.repeat.module
-    cuts = ([module(1), module(2)], [module(2)], [module(1)])
+    order = forward_order(padded, analyze(padded), plan)
+    second, third = (program.repeat.modules(number)[0] for number in (1, 2))
+    cuts = ([second, third], [third], [second])
     plans = [replace(plan, stages=order.stages(named_cuts(order, modules))) for modules in cuts]
     return list(zip(plans, unverified_in_stages(program, plans), strict=True))
 
@@ -195,11 +197,11 @@ def _of_three(plan: Plan, repeat: RepeatedLayers) -> Plan:
     def own(table: Mapping[str, Any]) -> dict[str, Any]:
         inside = {n: v for n, v in table.items() if repeat.block(n)[0] < 0}
         for name in table:
-            number, rest = repeat.block(name)
+            number, place = repeat.block(name)
             if number == 0:
                 for i, whole in enumerate((0, 1, repeat.blocks - 1)):
-                    short = f"{repeat.module(i)}{rest}"
-                    inside[short] = table.get(f"{repeat.module(whole)}{rest}", table.get(short))
+                    short = repeat.name(i, place)
+                    inside[short] = table.get(repeat.name(whole, place), table.get(short))
         return inside
 
     return replace(plan, parameters=own(plan.parameters), padding=own(plan.padding))
@@ -255,9 +257,9 @@ def _with(a: _T, one: _T, two: _T, times: float) -> _T:
 
 def _stages(three: tuple[Stage, ...], ends: Sequence[int], repeat: RepeatedLayers) -> tuple[Stage, ...]:
     """Stages of the whole model: those of three blocks name what is before the blocks and after them."""
-    before = tuple(m for m in three[0].modules if m != repeat.module(0))
-    after = tuple(m for m in three[-1].modules if m != repeat.module(2))
-    found = [tuple(repeat.module(i) for i in range(a, b)) for a, b in itertools.pairwise(ends)]
+    before = tuple(m for m in three[0].modules if m not in repeat.modules(0))
+    after = tuple(m for m in three[-1].modules if m not in repeat.modules(2))
+    found = [tuple(m for i in range(a, b) for m in repeat.modules(i)) for a, b in itertools.pairwise(ends)]
     found[0] = (*before, *found[0])
     found[-1] = (*found[-1], *after)
     return tuple(Stage(modules) for modules in found)
