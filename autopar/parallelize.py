@@ -35,7 +35,7 @@ from autopar.runtime.launch.environment import is_told
 from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes, worker_context
 from autopar.runtime.observer import Observer
 from autopar.runtime.state.materialize import Init
-from autopar.runtime.state.optimizer_layouts import optimizers_of
+from autopar.runtime.state.optimizer_layouts import optimizers_of_model
 from autopar.runtime.state.parameters import distribute_parameters
 from autopar.search.arguments import check_float64, check_planning, policy_of
 from autopar.search.formulation.local_axes import Axes, exact_roles
@@ -259,7 +259,7 @@ def _check_optimizers(model: nn.Module) -> None:
         ValueError: there is one.
     """
     # A mistake here would show only in a loss that stays as it is.
-    for optimizer in optimizers_of(model.parameters()):
+    for optimizer in optimizers_of_model(model):
         raise ValueError(
             f"an optimizer ({type(optimizer).__name__}) holds the model's parameters, which parallelize() "
             "replaces: make the optimizer after parallelize(), from the module that it returns"

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.garbage import collect_now_and_then, freeze
+from tests.rounds import THOROUGH, search_thoroughly
 
 torch.set_num_threads(1)
 
@@ -41,6 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported stays."""
     freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Deep runs search as users do."""
+    deep = item.config.getoption("--hypothesis-profile", None) == "deep"
+    search_thoroughly(deep or "thorough" in item.keywords or item.nodeid.startswith(THOROUGH))
 
 
 @pytest.hookimpl(trylast=True)

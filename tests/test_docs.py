@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 
+SAY_WHAT_IS_BEST = ("concepts.md",)  # pages whose examples go by the best plan that is found
+
 NO_RUN = "no-run"  # needs several processes or a GPU: only compiled
 
 
@@ -83,7 +85,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("model", None)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, id=p.name, marks=[pytest.mark.thorough] if p.name in SAY_WHAT_IS_BEST else []) for p in PAGES],
+)
 def test_the_examples_run(page: Path, folder: Path) -> None:
     with redirect_stdout(io.StringIO()):
         run_page(page, folder)

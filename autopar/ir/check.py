@@ -29,12 +29,13 @@ def check(program: Program, plan: Plan) -> None:
         RuntimeError: the graph is malformed.
     """
     # The graph itself first: what follows walks over users and arguments.
-    program.graph.graph.lint()
+    graph = program.graph.graph
+    graph.lint()
     holds = graph_info(program.graph).invariants
     _check_sums(program)
+    _check_host(graph)
     of_one = program.inputs_of("batch", "tangent")
-    for node in program.graph.graph.nodes:
-        _check_host(node)
+    for node in graph.nodes:
         if "layouts" in holds:
             _check_layouts(node)
             _check_hoisted(node, of_one)
@@ -55,24 +56,24 @@ def _check_sums(program: Program) -> None:
         )
 
 
+def _check_host(graph: fx.Graph) -> None:
+    for on_host in graph.find_nodes(op="call_function", target=to_host):
+        for node in on_host.users:
+            if node.target is not to_device:
+                raise ValueError(f"node {node.name} takes {on_host}, which is in host memory")
+
+
 def _check_layouts(node: fx.Node) -> None:
     # Inside a move or a lowered operator tensors are pieces that no layout describes.
-    if info(node).internal or not (is_operator(node) or node.op == "placeholder"):
-        return
-    if not info(node).layouts:
+    known = info(node)
+    if not (known.layouts or known.internal) and (is_operator(node) or node.op == "placeholder"):
         raise ValueError(f"node {node.name} has no layout")
-
-
-def _check_host(node: fx.Node) -> None:
-    on_host = [a for a in node.all_input_nodes if a.target is to_host] if node.target is not to_device else []
-    if on_host:
-        raise ValueError(f"node {node.name} takes {on_host[0]}, which is in host memory")
 
 
 def _check_hoisted(node: fx.Node, of_one: Collection[fx.Node]) -> None:
     # The graph that runs first takes parameters and buffers alone.
-    varying = [a for a in node.all_input_nodes if a in of_one or not is_hoisted(a)]
-    if varying and is_hoisted(node):
+    varying = [a for a in node.all_input_nodes if a in of_one or not is_hoisted(a)] if is_hoisted(node) else []
+    if varying:
         raise ValueError(f"node {node.name} runs before the first microbatch and takes {varying[0]}, which is of one")
 
 
@@ -96,17 +97,19 @@ def _check_placed(node: fx.Node) -> None:
 
 
 def _check_local(node: fx.Node, plan: Plan) -> None:
-    if not info(node).layouts or node.op == "output":
+    said = info(node)
+    if not said.layouts or node.op == "output":
         return
-    # An output that nobody reads may have any shape.
-    used = {user.args[1] for user in node.users if user.target is operator.getitem}
     values = values_of(node)
-    for i, (value, type_, layout) in enumerate(zip(values, info(node).types, info(node).layouts, strict=False)):
-        if type_ is None or layout is None or value is None or (len(values) > 1 and i not in used):
+    # An output that nobody reads may have any shape.
+    several = len(values) > 1
+    used = {user.args[1] for user in node.users if user.target is operator.getitem} if several else ()
+    for i, (value, type_, layout) in enumerate(zip(values, said.types, said.layouts, strict=False)):
+        if type_ is None or layout is None or value is None or (several and i not in used):
             continue  # kernels shape outputs that nobody uses as they please
-        expected = local_shape(type_, layout, plan.axis_sizes)
         # How many rows a device's experts have, only the data say.
         known = open_shape(type_, layout, plan.axis_sizes)
         fits = value.ndim == len(known) and all(b in (-1, a) for a, b in zip(value.shape, known, strict=True))
         if not fits:
+            expected = local_shape(type_, layout, plan.axis_sizes)
             raise ValueError(f"node {node.name} computes a local tensor of shape {tuple(value.shape)}, not {expected}")

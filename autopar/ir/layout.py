@@ -297,6 +297,8 @@ def local_shape(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> tupl
 def open_shape(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> list[int]:
     """The same for a view: a dim whose size is known when the graph runs is -1."""
     owned = {p.dim for p in layout if isinstance(p, ByExpert)}
+    if not owned:
+        return list(local_shape(type_, layout, sizes))
     return [-1 if d in owned else n for d, n in enumerate(local_shape(type_, layout, sizes))]
 
 

@@ -313,6 +313,8 @@ class Program:
     def per_step(self) -> frozenset[fx.Node]:
         """Nodes that read a sum over the microbatches, or what is computed from one: they run once a step."""
         found: set[fx.Node] = set()
+        if not self.graph.graph.find_nodes(op="call_function", target=accumulate):
+            return frozenset()
         for node in self.graph.graph.nodes:
             # In graph order: arguments come before their users.
             if node.op != "output" and any(a.target is accumulate or a in found for a in node.all_input_nodes):

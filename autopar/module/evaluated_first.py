@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.errors import RankError
-from autopar.runtime.state.optimizer_layouts import optimizers_of
+from autopar.runtime.state.optimizer_layouts import optimizers_of_model
 
 if TYPE_CHECKING:
     from autopar.module.session import Session
@@ -29,7 +29,7 @@ def decide_for_training(session: Session, request: Request) -> None:
     model = session.original
     if session.first is not None or session.options.plan is not None or session.options.inputs == "local":
         return  # a plan decides already, and rows of each rank need one, or an example of the batch
-    if torch.is_grad_enabled() or not optimizers_of(model.parameters()):
+    if torch.is_grad_enabled() or not optimizers_of_model(model):
         return
     try:
         with torch.inference_mode(False), torch.enable_grad(), _training(model):

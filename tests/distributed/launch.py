@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, init_device_mesh
 
 from tests.garbage import collect_now_and_then, freeze
+from tests.rounds import search_thoroughly, searches_thoroughly
 
 WAIT = 60
 """Seconds that a rank waits for the others: many times what a fast machine needs."""
@@ -45,8 +46,9 @@ PRELOADED = [
     "torch.distributed.pipelining",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "tests.frozen",
 ]
-"""What a rank would import sooner or later."""
+"""What a rank would import sooner or later; the last one is done with all of it."""
 
 
 class RanksError(Exception):
@@ -99,7 +101,7 @@ class Ranks:
         self, work: Callable[..., Any], args: tuple[Any, ...], timeout: float, silent: tuple[int, ...]
     ) -> list[Any]:
         for pipe in self.pipes:
-            pipe.send((work, args))
+            pipe.send((searches_thoroughly(), work, args))
         deadline = time.monotonic() + timeout
         results: list[Any] = [None] * len(self.pipes)
         errors: dict[int, str] = {}
@@ -142,9 +144,10 @@ def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
     freeze()
     while True:
         try:
-            work, args = pipe.recv()
+            thoroughly, work, args = pipe.recv()
         except EOFError:
             return
+        search_thoroughly(thoroughly)
         try:
             pipe.send(("", work(rank, *args)))
         except BaseException:

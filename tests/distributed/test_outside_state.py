@@ -62,7 +62,7 @@ CASES: tuple[tuple[type[nn.Module], dict[str, Any]], ...] = (
 )
 
 
-def train(rank: int, seed: int, cases: tuple[Any, ...]) -> tuple[float, bool]:
+def train(rank: int, sizes: tuple[int, ...], seed: int, cases: tuple[Any, ...]) -> tuple[float, bool]:
     """The largest difference of any loss, gradient, parameter or buffer, and whether invalid values are refused."""
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
@@ -73,7 +73,7 @@ def train(rank: int, seed: int, cases: tuple[Any, ...]) -> tuple[float, bool]:
         plain = kind().double()
         torch.manual_seed(0)
         search = Search(recipe="random", seed=seed, pins=pins)
-        parallel: Any = parallelize(kind().double(), mesh_of(2, 2), search=search, timeout=WAIT)
+        parallel: Any = parallelize(kind().double(), mesh_of(*sizes), search=search, timeout=WAIT)
         optimizers = [adamw(m) for m in (parallel, plain)]
         for step in range(3):
             os.environ[NAME] = str(1 + step)
@@ -90,10 +90,15 @@ def train(rank: int, seed: int, cases: tuple[Any, ...]) -> tuple[float, bool]:
     return worst, refused
 
 
-@pytest.mark.parametrize(
-    ("seed", "cases"), [(1, CASES[:1]), *(pytest.param(n, CASES, marks=pytest.mark.deep) for n in (1, 2, 3))]
-)
-def test_training_equals_one_device(ranks: Ranks, seed: int, cases: tuple[Any, ...]) -> None:
-    for worst, refused in ranks.run(train, seed, cases):
+def test_training_on_two_ranks_equals_one_device(two_ranks: Ranks) -> None:
+    for worst, refused in two_ranks.run(train, (2,), 1, CASES[:1]):
+        assert worst < TOLERANCE
+        assert refused
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_training_equals_one_device(ranks: Ranks, seed: int) -> None:
+    for worst, refused in ranks.run(train, (2, 2), seed, CASES):
         assert worst < TOLERANCE
         assert refused

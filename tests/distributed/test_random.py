@@ -121,15 +121,15 @@ def unlike(rank: int) -> str:
     model = Dropping()
     torch.manual_seed(rank)
     with pytest.raises(RankError) as error:
-        parallelize(model, mesh_of(4), mlp_batch(0), deterministic=True, timeout=WAIT)
+        parallelize(model, mesh_of(2), mlp_batch(0), deterministic=True, timeout=WAIT)
     plain = nn.Sequential(nn.Linear(4, 4))
     nn.init.zeros_(plain[0].weight)
     nn.init.zeros_(plain[0].bias)
-    parallelize(plain, mesh_of(4), (torch.zeros(4, 4),), deterministic=True, timeout=WAIT)  # draws nothing
+    parallelize(plain, mesh_of(2), (torch.zeros(4, 4),), deterministic=True, timeout=WAIT)  # draws nothing
     return str(error.value)
 
 
-def test_deterministic_needs_generators_in_the_same_state(ranks: Ranks) -> None:
-    for message in ranks.run(unlike):
+def test_deterministic_needs_generators_in_the_same_state(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(unlike):
         assert "generator's state" in message
         assert "call torch.manual_seed with the same seed on every rank" in message

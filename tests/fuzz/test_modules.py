@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -26,15 +25,6 @@ DEEP_ONE, DEEP_PLANS = 4000, 1000
 
 OPEN: frozenset[str] = frozenset()
 """Features with bugs that are known and not fixed yet."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def objects_of_other_tests() -> Iterator[None]:
-    """The collector, and who asks it for objects, need not look at those: half of the time went there."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def brief(mode: str) -> Iterator[Case]:

@@ -195,6 +195,7 @@ sys.stdout.write("plan " + hashlib.sha256(json.dumps(plan.to_dict()).encode()).h
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # as the other process does
 @pytest.mark.parametrize("name", ["mlp", *(pytest.param(n, marks=pytest.mark.deep) for n in ("encoder", "gpt2"))])
 def test_same_plan_under_any_hash_seed(name: str) -> None:
     """This process has a seed of its own, another one has its."""

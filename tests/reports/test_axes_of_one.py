@@ -39,6 +39,7 @@ def test_on_one_device(search: Search) -> None:
 
 
 @pytest.mark.parametrize("axes", [{"one": 1, "b": 4}, {"a": 4, "one": 1}, {"a": 2, "one": 1, "b": 2}], ids=str)
+@pytest.mark.thorough  # what is predicted of random plans, too
 @pytest.mark.parametrize("options", [{"recipe": "fsdp"}, {"recipe": "random", "seed": 3}, {"recipe": "zero1"}], ids=str)
 def test_no_collective_on_such_an_axis(axes: dict[str, int], options: dict[str, Any]) -> None:
     program = program_of(mlp(), mlp_batch(0))

@@ -24,7 +24,7 @@ from autopar.rules.shapes.local_shapes import value_of_call
 from autopar.sharding.candidates import layouts
 from autopar.sharding.emit import MoveEmitter
 from autopar.sharding.node_seconds import NodeSeconds
-from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute import Tables, _shortest
 from autopar.sharding.redistribute.moves import Machine, Move, innermost, move_kind, moved_bytes
 from autopar.verify.emulate import emulate
 
@@ -288,3 +288,23 @@ def test_a_mesh_of_no_axes() -> None:
     table = Tables(make_machine(())).of(make_type((4,)))
     assert table.layouts == ((),)
     assert table.seconds.tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("share", [0.03, 0.5])
+def test_first_hops_lead_along_shortest_paths(share: float) -> None:
+    """Of tables with few arcs, whose pairs are picked out, and with many; as textbooks have it, element by element."""
+    draw = np.random.default_rng(0)
+    count = 40
+    arcs = np.where(draw.random((count, count)) < share, draw.integers(1, 9, (count, count)), np.inf)
+    np.fill_diagonal(arcs, 0.0)
+    found, expected = arcs.copy(), arcs.copy()
+    step = _shortest(found)
+    for k, a, b in itertools.product(range(count), repeat=3):
+        expected[a, b] = min(expected[a, b], expected[a, k] + expected[k, b])
+    assert np.array_equal(found, expected)
+    reached = np.argwhere(np.isfinite(expected) & ~np.eye(count, dtype=bool))
+    assert len(reached) > 20
+    for a, b in reached:
+        hop = step[a, b]
+        assert np.isfinite(arcs[a, hop]) and hop != a
+        assert expected[a, b] == arcs[a, hop] + expected[hop, b]

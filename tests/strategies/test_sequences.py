@@ -133,6 +133,7 @@ def test_two_dims_take_different_code() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_the_search_splits_one_long_sequence() -> None:
     with torch.device("meta"):
         model, x = Stack(2, 1024).bfloat16(), torch.zeros(1, 131072, 1024, dtype=torch.bfloat16)

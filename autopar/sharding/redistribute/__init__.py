@@ -82,20 +82,11 @@ class Redistributions(MoveSeconds):
         count = len(self.layouts)
         distance = np.full((count, count), np.inf)
         np.fill_diagonal(distance, 0.0)
-        step = np.tile(np.arange(count), (count, 1))  # first hop from row towards column
         moves = self.moves()
         arcs = {(self.index[m.source], self.index[m.target]): m for m in moves}
         for (a, b), seconds in zip(arcs, self.move_seconds(moves), strict=True):
             distance[a, b] = seconds
-        # Floyd-Warshall, all rows and columns at once: paths through the first k layouts.
-        for k in range(count):
-            through = distance[:, k, None] + distance[None, k, :]
-            # Strictly shorter only: among equal paths the first one found stays, in every process.
-            better = through < distance
-            if better.any():
-                np.copyto(distance, through, where=better)
-                np.copyto(step, step[:, k, None], where=better)
-        return distance, step, arcs
+        return distance, _shortest(distance), arcs
 
     @property
     def seconds(self) -> NDArray[np.float64]:
@@ -198,6 +189,33 @@ class Redistributions(MoveSeconds):
             found.append(arcs[a, hop])
             a = hop
         return tuple(found)
+
+
+_FEW = 0.35
+"""Share of all pairs below which the pairs that a layout may be between are picked out: of sums, few."""
+
+
+def _shortest(distance: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Make distances of single moves those of the shortest paths; the first hop from row towards column."""
+    count = len(distance)
+    step = np.tile(np.arange(count), (count, 1))
+    # Floyd-Warshall, rows and columns at once: paths through the first k layouts.
+    for k in range(count):
+        rows, columns = np.flatnonzero(np.isfinite(distance[:, k])), np.flatnonzero(np.isfinite(distance[k]))
+        if few := len(rows) * len(columns) < _FEW * count * count:
+            through, known = distance[rows, k, None] + distance[k, columns], distance[np.ix_(rows, columns)]
+        else:
+            through, known = distance[:, k, None] + distance[None, k, :], distance
+        # Strictly shorter only: among equal paths the first one found stays, in every process.
+        better = through < known
+        if few:
+            a, b = np.nonzero(better)
+            distance[rows[a], columns[b]] = through[a, b]
+            step[rows[a], columns[b]] = step[rows[a], k]
+        elif better.any():
+            np.copyto(distance, through, where=better)
+            np.copyto(step, step[:, k, None], where=better)
+    return step
 
 
 class Tables:

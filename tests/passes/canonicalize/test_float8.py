@@ -149,6 +149,7 @@ def test_scales_of_sharded_tensors_are_reduced_over_the_axes_that_shard_them() -
     assert compare(program, replace(local), plan, values, F64).max_error > 1e-3
 
 
+@pytest.mark.thorough  # a plan in one piece gathers the whole weight
 def test_costs_and_gathers_of_large_layers() -> None:
     """Rounding before the gather is a layout like any other: half the bytes of bfloat16, which the search takes.
 

@@ -1,0 +1,46 @@
+"""How thoroughly tests search: once, but where the search is what they are about.
+
+A search tries up to nine weights of kernels and communication. The first lets all be hidden that can be, and its plan
+has the same kinds of collectives as later ones; those take nine tenths of the time. Random plans are not priced, which
+takes a quarter of the time of `verify`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.search import find, padding
+from autopar.search.options import Job
+from autopar.sharding.dims import Dims
+from autopar.sharding.layer_classes import LayerClasses
+
+THOROUGH = (
+    "tests/search/test_", "tests/search/overlap/", "tests/search/budget/", "tests/search/pipeline/",
+    "tests/search/microbatch/test_kernel_floor.py", "tests/benchmarks/", "tests/costs/", "tests/explain/",
+    "tests/memory/", "tests/pipeline/", "tests/simulate/",
+)  # fmt: skip
+"""Tests of what is found, and of what is said of it; others need not find the best."""
+
+_thorough, _priced = find._overlapping, padding.predict
+
+
+def _once(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
+    return _thorough(program, dims, replace(job, rough=True), classes)
+
+
+def _unpriced(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None = None) -> Plan:
+    # Of random plans the classes are not known.
+    return plan if classes is None else _priced(program, dims, plan, classes)
+
+
+def search_thoroughly(thoroughly: bool) -> None:
+    """From here on, in this process."""
+    find._overlapping = _thorough if thoroughly else _once
+    padding.predict = _priced if thoroughly else _unpriced
+
+
+def searches_thoroughly() -> bool:
+    """Whether searches of this process try all weights."""
+    return find._overlapping is _thorough
