@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,19 +17,20 @@ TOLERANCE = 1e-6
 """Transformers' models compute their loss in float32, whatever their parameters are."""
 
 
-def steps(rank: int, recipe: str, cluster: str) -> tuple[float, bool, int]:
+def steps(rank: int, recipe: str, cluster: str, **config: Any) -> tuple[float, bool, int]:
     """The largest difference of gradients and parameters, whether the plan overlaps, and coalesced reductions.
 
     Args:
         rank: of the process.
         recipe: of the layouts.
         cluster: on GPUs reductions are coalesced, on CPUs packed.
+        config: of the model.
     """
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
     from tests import models
 
-    (model, batch), (plain, _) = (models.llama(layers=2) for _ in range(2))
+    (model, batch), (plain, _) = (models.llama(layers=2, **config) for _ in range(2))
     model, plain = model.double(), plain.double()
     module = parallelize(model, mesh_of(2, 2), cluster=cluster, search=Search(recipe=recipe))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (module, plain)]
@@ -65,6 +67,33 @@ def test_blocks_travel_together(ranks: Ranks, recipe: str, cluster: str) -> None
         assert worst < TOLERANCE
         assert overlaps
         assert (coalesced > 0) == (cluster == "h100")
+
+
+def delayed_steps(rank: int) -> tuple[float, int]:
+    """The largest difference under `fsdp` with a large vocabulary, and in how many graphs gradients were delayed."""
+    from importlib import import_module
+
+    passes = [import_module(f"autopar.passes.collectives.{n}") for n in ("delay_gradients", "bucket_collectives")]
+    (delaying, bucketing), delayed = passes, []
+
+    def reorder(*arguments: Any) -> Any:
+        delayed.append(rank)
+        return import_module("autopar.sharding.graph_order").reorder(*arguments)
+
+    with (
+        patch.object(delaying, "reorder", reorder),
+        # As large heads are sent: alone.
+        patch.object(bucketing, "SMALLEST", 1),
+        patch.object(bucketing, "LARGEST", 2**12),
+    ):
+        worst, _, _ = steps(rank, "fsdp", "h100", vocab_size=1024)
+    return worst, len(delayed)
+
+
+def test_a_gradient_that_waits_for_the_gathered_head_to_be_freed(ranks: Ranks) -> None:
+    for worst, delayed in ranks.run(delayed_steps):
+        assert worst < TOLERANCE
+        assert delayed
 
 
 def steps_in_stages(rank: int, schedule: str, cluster: str, layers: int) -> tuple[float, bool, list[str]]:
