@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from autopar.compiler import (
 from autopar.costs.arguments import FLAG, FUNCTION, optional, require
 from autopar.costs.memory import format_bytes, parse_bytes
 from autopar.errors import PlanError
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Certificate, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
 from autopar.ir.quantized.axes import QuantizedAxis, read_quantized
@@ -70,7 +71,37 @@ def check_plan(
         batch=(batch, BATCH),
         deterministic=(deterministic, FLAG), progress=(progress, optional(FUNCTION)),
     )  # fmt: skip
+    search = _search_of(plan, search)
+    axes, policy = dict(plan.axes), policy_of(model, precision, None, plan)
+    batch = part_of_worker(model, batch, plan.workers)
+    program = program_to_plan(
+        model, batch, loss_fn=loss_fn, loss=loss, precision=policy, fused=plan.fused, search=search, progress=progress
+    )
+    require_same_graph(plan, program)
+
+    def every_layer() -> Program:
+        return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=policy, fused=plan.fused)
+
+    found = _costed_anew(plan, program, every_layer, deterministic)
+    budget = _budget_of(found, axes, memory)
     # The bound is verified here and now, and not read from a file.
+    best = solve(
+        program, axes, plan.cluster, memory=budget, optimizer=plan.optimizer, search=search, progress=progress,
+        deterministic=deterministic,
+    ).certificate  # fmt: skip
+    objective = found.certificate.objective
+    _require_possible(plan.certificate, objective, best)
+    bound = min(best.lower_bound, objective)
+    checked = replace(found, certificate=replace(best, objective=objective, lower_bound=bound))
+    return replace(checked, workers=()).of_workers(plan.workers, plan.worker_role)
+
+
+def _search_of(plan: Plan, search: Search | None) -> Search:
+    """How to search for a bound: as the user says, or among plans of this kind.
+
+    Raises:
+        PlanError: the plan is none of those that the user's search is of.
+    """
     given = search or _space_of(plan)
     role = given.worker_role
     workers, _, given = given.of_worker(dict(plan.workers) | dict(plan.axes))
@@ -84,16 +115,24 @@ def check_plan(
             f"the plan is quantized {_shown(plan.quantized)}, and the search "
             f"{_shown(read_quantized(given.quantized))}; {AGAIN}"
         )
-    search = replace(given, check=True, cache=False)
-    axes, policy = dict(plan.axes), policy_of(model, precision, None, plan)
-    batch = part_of_worker(model, batch, plan.workers)
-    program = program_to_plan(
-        model, batch, loss_fn=loss_fn, loss=loss, precision=policy, fused=plan.fused, search=search, progress=progress
-    )
-    require_same_graph(plan, program)
+    return replace(given, check=True, cache=False)
+
+
+def _costed_anew(plan: Plan, program: Program, every_layer: Callable[[], Program], deterministic: bool) -> Plan:
+    """The plan with the figures that it has here.
+
+    Args:
+        plan: whose figures are claims.
+        program: the model's; of a deep one, of three of its layers.
+        every_layer: the program of all layers.
+        deterministic: see `autopar.parallelize`.
+
+    Raises:
+        PlanError: they are others than it says.
+    """
 
     def costed(program: Program) -> tuple[Plan, list[str]]:
-        here = for_devices(program, plan.cluster.device, axes, deterministic=deterministic)
+        here = for_devices(program, plan.cluster.device, dict(plan.axes), deterministic=deterministic)
         found = recosted(here, plan, deterministic=deterministic)
         return found, [*itertools.islice(differences(plan, found), SHOWN)]
 
@@ -102,24 +141,42 @@ def check_plan(
     found, wrong = (plan, ["its stages"]) if cut else costed(program)
     if wrong and repeat is not None:
         # `parallelize` has all layers, and measures the peak that three of them extrapolate.
-        found, wrong = costed(program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=policy, fused=plan.fused))
+        found, wrong = costed(every_layer())
     if wrong:
         raise PlanError(f"the plan does not cost here what it says: {'; '.join(wrong)}; plan again")
-    # A plan without a peak was made for any memory.
+    return found
+
+
+def _budget_of(plan: Plan, axes: dict[str, int], memory: str | float | None) -> float | None:
+    """The memory that the plan may take, in bytes; None: any.
+
+    Raises:
+        PlanError: it takes more.
+    """
     budget: float | None = None if memory is None else parse_bytes(memory)
-    if budget is None and found.predicted.peak_bytes:
+    # A plan without a peak was made for any memory.
+    if budget is None and plan.predicted.peak_bytes:
         budget = default_memory(plan.cluster, axes)
-    needed = peak_bytes(found)
+    needed = peak_bytes(plan)
     if budget is not None and not fits(needed, budget):
         raise PlanError(
             f"the plan's peak of {format_bytes(needed)} is above the budget of {format_bytes(budget)}; {AGAIN}"
         )
-    best = solve(
-        program, axes, plan.cluster, memory=budget, optimizer=plan.optimizer, search=search, progress=progress,
-        deterministic=deterministic,
-    ).certificate  # fmt: skip
-    objective = found.certificate.objective
-    for name, bound in (("lower_bound", plan.certificate.lower_bound), ("checked", plan.certificate.checked or 0.0)):
+    return budget
+
+
+def _require_possible(claimed: Certificate, objective: float, best: Certificate) -> None:
+    """Compare what a plan claims, and costs, with what was proved just now.
+
+    Args:
+        claimed: the plan's certificate.
+        objective: what the plan costs, in seconds.
+        best: the certificate of a search here.
+
+    Raises:
+        PlanError: a claimed bound is above a plan that there is, or the plan below a bound that was proved.
+    """
+    for name, bound in (("lower_bound", claimed.lower_bound), ("checked", claimed.checked or 0.0)):
         if bound > best.objective * (1 + SAME):
             raise PlanError(
                 f"certificate.{name} is {bound:.9g} s, and there is a plan of {best.objective:.9g} s in: {best.space}; "
@@ -131,9 +188,6 @@ def check_plan(
             f"the plan takes {objective:.9g} s, and none takes less than {proved:.9g} s of: {best.space}; it is "
             f"none of these: {AGAIN}"
         )
-    bound = min(best.lower_bound, objective)
-    checked = replace(found, certificate=replace(best, objective=objective, lower_bound=bound))
-    return replace(checked, workers=()).of_workers(plan.workers, plan.worker_role)
 
 
 def _shown(quantized: tuple[QuantizedAxis, ...]) -> str:

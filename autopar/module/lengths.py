@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.costs.arguments import shown, whole
 from autopar.ir.layout import TensorType
 from autopar.ir.program import Program
+from autopar.module.call.batch_rows import request_of_example
 from autopar.sharding.dims import analyze
 from autopar.sharding.factor_kinds import batch_factors, input_types
 
@@ -50,7 +51,7 @@ def plan_ahead(session: Session, batch: Any, lengths: Lengths) -> None:
     Raises:
         ValueError: it is not clear which dims of the batch have the length.
     """
-    request, first = session.request_of(batch), session.latest
+    request, first = request_of_example(session, batch), session.latest
     wanted = next(iter(lengths.values())) if isinstance(lengths, Mapping) else lengths
     key = next(iter(lengths)) if isinstance(lengths, Mapping) else None
     shapes = [shape for shape, _ in request.shapes]

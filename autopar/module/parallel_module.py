@@ -18,6 +18,7 @@ from autopar.compiler import rewrite
 from autopar.costs.arguments import TEXT, a, require
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
+from autopar.module.call.batch_rows import data_rank, data_world_size
 from autopar.module.copies import RESIZING, SAVING, deep_copy, refuse_pickling, refuse_resizing, save, shallow_copy
 from autopar.module.generation.generate import GENERATING, generate
 from autopar.module.session import Session
@@ -164,13 +165,13 @@ class ParallelModule(nn.Module):
     def data_world_size(self) -> int:
         """Into how many parts the rows of a batch are split, over all workers: ``num_replicas`` of a sampler."""
         workers = self._autopar.context.workers
-        return self._autopar.data_world_size * (1 if workers is None else workers.count)
+        return data_world_size(self._autopar) * (1 if workers is None else workers.count)
 
     @property
     def data_rank(self) -> int:
         """Which part this rank takes, of all workers' parts: ``rank`` of a sampler."""
         session, workers = self._autopar, self._autopar.context.workers
-        return session.data_rank + (0 if workers is None else workers.index * session.data_world_size)
+        return data_rank(session) + (0 if workers is None else workers.index * data_world_size(session))
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:

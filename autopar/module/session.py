@@ -14,27 +14,32 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch_compat import FakeTensor, forget_fake_results, new_fake_results
-from autopar.capture.state.hooks import refuse_hooks_of_all_modules, replay
+from autopar._torch_compat import forget_fake_results, new_fake_results
+from autopar.capture.state.hooks import refuse_hooks_of_all_modules
 from autopar.capture.state.slots import Slots
-from autopar.capture.state.writes import apply
-from autopar.errors import AutoparError, CaptureError, PlanError
-from autopar.ir.layout import Layout, Replicate, Split, replicated
+from autopar.errors import AutoparError, PlanError
+from autopar.ir.layout import replicated
 from autopar.ir.ops.random import derive_seed, step_seed
 from autopar.ir.plan import Plan
 from autopar.ir.signature import binding, pytree
-from autopar.module.check_first import check_first
-from autopar.module.evaluated_first import decide_for_training
+from autopar.module.call.batch_rows import (
+    as_it_will_be_passed,
+    data_rank,
+    part_of_rank,
+    request_of_call,
+    request_of_example,
+)
+from autopar.module.call.check_first import check_once
+from autopar.module.call.evaluated_first import decide_for_training
+from autopar.module.call.python_state import make_state_whole, whole_with_history, write_state
+from autopar.module.call.worker_batch import compare_among_workers, own_part, split_among
 from autopar.module.metrics import Meter
 from autopar.module.specialization_cache import SpecializationCache
 from autopar.module.unread_parameters import UnreadParameters
-from autopar.module.whole_outputs import whole
-from autopar.module.worker_batch import compare_among_workers, own_part, split_among
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING, Details, described
 from autopar.runtime.agreement.same_program import require_same_contents
-from autopar.runtime.dtensor import Placements, from_local, full_tensor, plain_type, to_local, to_placements
+from autopar.runtime.dtensor import Placements, plain_type, to_local, to_placements
 from autopar.runtime.mesh import MeshContext
-from autopar.runtime.observer import VERIFY
 from autopar.runtime.state.materialize import Init, materialize, uninitialized
 from autopar.runtime.state.optimizer_layouts import lay_out_states_of
 from autopar.runtime.state.optimizer_offload import OffloadedStates
@@ -42,16 +47,13 @@ from autopar.runtime.state.optimizer_offload import offload_states as offload
 from autopar.runtime.state.parameters import checksum, contents, slice_replicated
 from autopar.runtime.state.storage import refuse_foreign_parameters
 from autopar.runtime.step.autograd import Call, run
-from autopar.runtime.step.input_gradients import input_forms, requiring_gradients
-from autopar.runtime.step.microbatch_step import MicrobatchStep
+from autopar.runtime.step.input_gradients import input_forms
 from autopar.runtime.step.no_sync import DeferredReduction
 from autopar.search.pipeline.space import along_with, without_pipeline
 from autopar.specialize import (
     CompileOptions,
     Request,
     Specialization,
-    data_layout,
-    data_parts,
     specialize,
 )
 
@@ -90,7 +92,7 @@ class Session:
     def __init__(self, model: nn.Module, context: MeshContext, options: CompileOptions, init: Init | None) -> None:
         self.original, self.context, self.options, self.init = model, context, options, init
         self.unread = UnreadParameters()
-        self.slots = Slots(model, _whole_with_history if context.mesh is not None else None)
+        self.slots = Slots(model, whole_with_history if context.mesh is not None else None)
         self.cache = SpecializationCache()
         self.uncompared: set[Any] = set()
         self.compare_always = False
@@ -115,8 +117,8 @@ class Session:
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
         whole, tensors = tensors, own_part(tensors, self.context, self.options.inputs)
         self.slots.inventory()  # of now: what follows asks for it until the user's code may have run
-        self._make_state_whole()
-        request = self._request(tensors, skeleton, split_among(whole, self.context, self.options.inputs))
+        make_state_whole(self)
+        request = request_of_call(self, tensors, skeleton, split_among(whole, self.context, self.options.inputs))
         if self.first is None:
             decide_for_training(self, request)
         key = self._key(request)
@@ -128,7 +130,7 @@ class Session:
             self.compared_among_workers = True
         found = self._specialized(request, key, known)
         self._compare_contents(key, tensors)
-        self._check(found, request, tensors)
+        check_once(self, found, request, tensors)
         step = found.step
         for meter in self.meters:
             meter.calling()
@@ -137,61 +139,25 @@ class Session:
         before = {**self.slots.state_tensors(), **{n: to_local(named[n]) for n in found.written}}
         buffers = dict(before)
         with self.context.during(f"the batch of {name}"):
-            _require_contiguous(found, tensors)
-            batch = [
-                step.part_of_batch(str(i), t) if self._is_whole(t)
-                else to_local(t).contiguous().to(self.context.device)
-                for i, t in enumerate(tensors) if str(i) in step.types.batch
-            ]  # fmt: skip
-            if isinstance(step, MicrobatchStep):
-                batch += step.run_on_whole_batch(
-                    [self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers
-                )
+            batch = part_of_rank(self, found, request, tensors, buffers)
         passed = input_forms(tensors, request.differentiable, self.options.inputs)
         call = Call(step, buffers, batch, self.deferred, name, passed)
         with self._random_numbers(found):
             results = run(call, [named[n] for n in step.parameters], [tensors[int(i)] for i in passed])
         for meter in self.meters if step.trains else ():
             meter.called(found)
-        self._write_state(found, results, {n: b for n, b in buffers.items() if b is not before[n]})
+        write_state(self, found, results, {n: b for n, b in buffers.items() if b is not before[n]})
         return pytree.unflatten(found.program.skeleton, results, skeleton.numbers)
-
-    def _write_state(self, found: Specialization, results: list[Any], assigned: dict[str, torch.Tensor]) -> None:
-        """Do to the original's attributes what its forward did while it was traced."""
-        state = found.program.state
-        for name, value in assigned.items():
-            path, _, attribute = name.rpartition(".")
-            self.original.get_submodule(path)._buffers[attribute] = value
-        whole = _WholeResults(results)
-        # Before any write: a check raises where the model itself would have raised.
-        for check in state.checks:
-            check(whole)
-        apply(self.original, state.writes, whole)
-        replay(self.original, state.observed, whole)
 
     def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
-        request = self.request_of(batch)
+        request = request_of_example(self, batch)
         own = own_part(binding.flatten(self.original, batch)[0], self.context, "global")
-        self._check(self.specialize_request(request), request, own)
-
-    def request_of(self, batch: Any) -> Request:
-        """The call with a global batch; of workers that train apart, with this one's part of it."""
-        whole, skeleton = binding.flatten(self.original, batch)
-        tensors = own_part(whole, self.context, "global")  # an example is always of the global batch
-        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        split = split_among(whole, self.context, self.options.inputs)
-        return Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors), split=split)
+        check_once(self, self.specialize_request(request), request, own)
 
     def specialize_request(self, request: Request) -> Specialization:
         """Build the graphs for a call with whole tensors, unless there are some; a collective call."""
-        if self.options.inputs == "local" and self.first is not None:
-            # Layouts of the batch are decided: each rank will pass its rows, as in a call.
-            split = {
-                i: bool(shape) and self._splits(i, len(request.shapes)) for i, (shape, _) in enumerate(request.shapes)
-            }
-            whole = replicated(len(self.context.axes))
-            request = replace(request, rows={i: self._rows() if is_split else whole for i, is_split in split.items()})
+        request = as_it_will_be_passed(self, request)
         self.slots.inventory()
         key = self._key(request)
         _, known = self._agreed("specialize()", key, request)
@@ -204,20 +170,6 @@ class Session:
             return self.options.plan
         return self.known(self.first).plan
 
-    @property
-    def data_world_size(self) -> int:
-        """Into how many parts the rows of a batch are split: ``num_replicas`` of a sampler."""
-        return data_parts(self._rows(), self.context.sizes)
-
-    @property
-    def data_rank(self) -> int:
-        """Which part this rank takes: ``rank`` of a sampler."""
-        # Coordinates on the axes that split rows, as digits: the outer axis first. On others ranks take the same rows.
-        index = 0
-        for placement, n, coordinate in zip(self._rows(), self.context.sizes, self.context.coordinates, strict=True):
-            index = index * n + coordinate if placement == Split(0, 0) else index
-        return index
-
     def _refuse_foreign_parameters(self) -> None:
         """Once for parameters that are the same, and of the same shapes."""
         inventory = self.slots.inventory(compare=False)
@@ -226,20 +178,6 @@ class Session:
         if known[0] is not now[0] or known[1] is not now[1]:
             refuse_foreign_parameters(inventory.parameters, self.context, self.types().get)
             inventory.memo["not foreign"] = now
-
-    def _make_state_whole(self) -> None:
-        """Make buffers and attributes that were computed from parameters whole plain tensors, as others are."""
-        memo = self.slots.inventory(compare=False).memo
-        if self.context.mesh is None or "whole state" in memo:
-            return
-        found = {n: t for n, t in self.slots.state_tensors().items() if isinstance(t, DTensor)}
-        for name, tensor in found.items():
-            path, _, attribute = name.rpartition(".")
-            module = self.original.get_submodule(path)
-            table = module._buffers if attribute in module._buffers else vars(module)
-            table[attribute] = _whole_with_history(tensor)
-        memo = self.slots.inventory().memo if found else memo
-        memo["whole state"] = True
 
     def _agreed(self, what: str, key: Any, request: Request) -> tuple[str, Specialization | None]:
         """The name of a call on which all ranks agree, before its first collective, and the graph that is known for it.
@@ -281,37 +219,6 @@ class Session:
         self.random_calls += 1
         return step_seed(derive_seed(found.seed, self.random_calls))
 
-    def _is_whole(self, tensor: torch.Tensor) -> bool:
-        return self.options.inputs == "global" or isinstance(tensor, DTensor)
-
-    def _gatherable(self, tensor: torch.Tensor, request: Request, index: int) -> torch.Tensor:
-        """A batch tensor as a whole one, or as a DTensor around this rank's rows."""
-        if self._is_whole(tensor):
-            return tensor
-        shape, dtype = request.shapes[index]
-        placements = to_placements(plain_type(shape, dtype), request.rows[index])
-        return from_local(tensor.to(self.context.device), self.context, shape, placements)
-
-    def _request(self, tensors: list[torch.Tensor], skeleton: Any, among_workers: tuple[int, ...]) -> Request:
-        shapes, rows = [], {}
-        for i, t in enumerate(tensors):
-            shape = tuple(t.shape)
-            if not self._is_whole(t):
-                # Each rank passes its rows: the graph is captured on the global shape.
-                split = bool(shape) and self._splits(i, len(tensors))
-                shape = (shape[0] * self.data_world_size, *shape[1:]) if split else shape
-                rows[i] = self._rows() if split else replicated(len(self.context.axes))
-            shapes.append((shape, t.dtype))
-        layouts = {i: tuple(t.placements) for i, t in enumerate(tensors) if isinstance(t, DTensor)}
-        return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors), among_workers)
-
-    def _splits(self, index: int, count: int) -> bool:
-        """Whether ranks pass different rows of this batch tensor; position ids of one row, for example, are alike."""
-        layouts = self.plan.batch
-        if len(layouts) != count or str(index) not in layouts:
-            return True
-        return any(p == Split(0, 0) for p in layouts[str(index)])
-
     def _specialized(
         self, request: Request, key: Any, known: Specialization | None, *, ahead: bool = False
     ) -> Specialization:
@@ -325,7 +232,7 @@ class Session:
         first = self.first is None
         if first and self.context.mesh is not None:
             _require_parameters(self.original)
-        placements = None if first else self._placements()
+        placements = None if first else self.placements()
         # Later, ranks hold shards, whose checksums differ.
         weights = checksum(dict(self.original.named_parameters())) if first else ""
         options = self.options
@@ -363,27 +270,9 @@ class Session:
         always = self.compare_always and self.context.mesh is not None
         if always or (self.uncompared and key in self.uncompared):
             plain = [t for t in tensors if not isinstance(t, DTensor)]
-            part = 0 if self.options.inputs == "global" else self.data_rank
+            part = 0 if self.options.inputs == "global" else data_rank(self)
             require_same_contents(contents(plain), part, self.context)
             self.uncompared.discard(key)
-
-    def _check(self, found: Specialization, request: Request, tensors: list[torch.Tensor]) -> None:
-        """With ``check=True``, before the first step of a mode: the plan must compute what the model does."""
-        if not self.options.check:
-            return
-        grads = torch.is_grad_enabled(), request.differentiable
-        mode = (tuple(m.training for m in self.original.modules()), grads, repr(request.skeleton))
-        if mode in self.checked:
-            return
-        if uninitialized(self.original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
-            return  # an example without values: the first call checks
-        self.checked.add(mode)
-        gatherable = [
-            t if t.shape == request.shapes[i][0] else self._gatherable(t, request, i) for i, t in enumerate(tensors)
-        ]
-        whole = [full_tensor(t).requires_grad_(i in request.differentiable) for i, t in enumerate(gatherable)]
-        with self.options.observer.specializing(), self.options.observer.phase(VERIFY):
-            check_first(self.original, found, request, whole, self.options, self.types(), self._placements())
 
     def _key(self, request: Request) -> Any:
         """What the graphs of a call depend on, but for floats and Python state: see `SpecializationCache`."""
@@ -398,7 +287,8 @@ class Session:
         required = inventory.memo["of a key"], request.differentiable
         return request.shapes, repr(request.skeleton), layouts, modes, torch.is_grad_enabled(), *required, autocast
 
-    def _placements(self) -> dict[str, Placements]:
+    def placements(self) -> dict[str, Placements]:
+        """Of each parameter, as it is now."""
         plain = to_placements(plain_type((), torch.float32), replicated(len(self.context.axes)))
         return {
             n: tuple(p.placements) if isinstance(p, DTensor) else plain for n, p in self.original.named_parameters()
@@ -436,15 +326,6 @@ class Session:
         if missing:
             raise AutoparError(f"{missing[0]!r} is on the meta device and has no values; pass init= to parallelize()")
 
-    def _rows(self) -> Layout:
-        if self.first is None:
-            plan = self.known(None).plan if self.options.plan is None else self.options.plan
-            whole = replicated(len(self.context.axes))
-            # Before there is a program: some tensors, such as masks of one row, are whole on every rank.
-            layouts = [tuple(p if p == Split(0, 0) else Replicate() for p in v) for v in plan.batch.values()]
-            return max(layouts, key=lambda v: data_parts(v, self.context.sizes), default=whole)
-        return data_layout(self.first.program, self.first.plan)[0]
-
     def known(self, found: Specialization | None) -> Specialization:
         """A specialization that must be there by now."""
         if found is None:
@@ -468,36 +349,3 @@ def _require_parameters(model: nn.Module) -> None:
             "torch.func.functional_call, and would decide the layout of that: pass batch= (an example of the global "
             "batch) to parallelize(), or call the model once before"
         )
-
-
-def _whole_with_history(tensor: torch.Tensor) -> torch.Tensor:
-    """A whole tensor that requires a gradient if it did: the capture refuses one that the graph would not give."""
-    with torch.enable_grad():
-        found: torch.Tensor = whole(tensor)
-        return found
-
-
-def _require_contiguous(found: Specialization, tensors: list[torch.Tensor]) -> None:
-    """Refuse other batches where the model reads strides: graphs are traced with contiguous ones.
-
-    Raises:
-        CaptureError: a tensor is not contiguous.
-    """
-    line = found.program.state.stride_read
-    for i, tensor in enumerate(tensors) if line else ():
-        if not tensor.is_contiguous():
-            raise CaptureError(
-                f"the model reads strides at {line}, and batch tensor {i} (shape {list(tensor.shape)}, strides "
-                f"{list(tensor.stride())}) is not contiguous, as the graph takes it to be: pass it contiguous()"
-            )
-
-
-class _WholeResults:
-    """Results as the model's attributes get them: whole tensors, gathered when they are asked for."""
-
-    def __init__(self, results: list[Any]) -> None:
-        self._results = results
-
-    def __getitem__(self, index: int) -> Any:
-        result = self._results[index]
-        return result.full_tensor() if isinstance(result, DTensor) else result

@@ -45,6 +45,7 @@ def against_reference(
     inputs: str = "global",
 ) -> dict[str, float]:
     import autopar
+    from autopar.module.call.batch_rows import data_world_size
     from autopar.runtime.state.parameters import contents
 
     workers = sizes[0]
@@ -74,7 +75,7 @@ def against_reference(
         own_digest = contents(list(model.full_state_dict().values()))
         after = model._autopar.context.everyone.gather(own_digest, "after synchronize()")
         assert len(set(after)) == 1
-        assert model.data_world_size == workers * model._autopar.data_world_size
+        assert model.data_world_size == workers * data_world_size(model._autopar)
     return found
 
 

@@ -8,17 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
+from autopar._torch_compat import FakeTensor
 from autopar.costs.memory import format_bytes
 from autopar.ir.graph import values_of
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.runtime.dtensor import Placements
+from autopar.module.call.batch_rows import gatherable
+from autopar.runtime.dtensor import Placements, full_tensor
 from autopar.runtime.mesh import MeshContext
+from autopar.runtime.observer import VERIFY
+from autopar.runtime.state.materialize import uninitialized
 from autopar.runtime.state.parameters import ParameterLayouts, gathered
 from autopar.specialize import (
     CompileOptions,
@@ -31,6 +35,9 @@ from autopar.specialize import (
 )
 from autopar.verify.require_equal import require_equal
 
+if TYPE_CHECKING:
+    from autopar.module.session import Session
+
 logger = logging.getLogger("autopar")
 
 SHARE = 0.5
@@ -38,6 +45,25 @@ SHARE = 0.5
 
 COPIES = 5
 """Copies of the parameters beside those of the emulated devices: values, the eager model, gradients of both, twice."""
+
+
+def check_once(session: Session, found: Specialization, request: Request, tensors: Sequence[torch.Tensor]) -> None:
+    """With ``check=True``, before the first step of a mode: the plan must compute what the model does."""
+    model, options = session.original, session.options
+    if not options.check:
+        return
+    grads = torch.is_grad_enabled(), request.differentiable
+    mode = (tuple(m.training for m in model.modules()), grads, repr(request.skeleton))
+    if mode in session.checked:
+        return
+    if uninitialized(model) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+        return  # an example without values: the first call checks
+    session.checked.add(mode)
+    shapes = [shape for shape, _ in request.shapes]
+    passed = [t if t.shape == shapes[i] else gatherable(session, t, request, i) for i, t in enumerate(tensors)]
+    whole = [full_tensor(t).requires_grad_(i in request.differentiable) for i, t in enumerate(passed)]
+    with options.observer.specializing(), options.observer.phase(VERIFY):
+        check_first(model, found, request, whole, options, session.types(), session.placements())
 
 
 def check_first(
