@@ -29,7 +29,7 @@ from torch import fx
 
 from autopar.ir.graph import block_of, is_backward, module_path
 from autopar.ir.node_info import info
-from autopar.ir.ops.collectives import Collective, axis_index, c10d, waits_for
+from autopar.ir.ops.collectives import Collective, c10d, waits_for
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
 from autopar.sharding.assignment import machine_of
@@ -129,8 +129,7 @@ class _Schedule:
                     axis, latest = _collective(node).axis, self.clock[needed] - took
                     self.position[node] = self._let_first(ahead, axis, took, latest)
                     wanted[node] = int(self.position[node] - ISSUE)
-                elif node.all_input_nodes or node.target is axis_index:
-                    # What has no inputs may be the state of a generator, which changes.
+                else:
                     # No earlier than it is read: kernels would stand behind one that waits for a gather. What only the
                     # other pass reads, such as a part of what is gathered that is left for it, stays where it is.
                     readers = [u for u in node.users if is_backward(u) is backward or u.op == "output"]
