@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.state.values import OWN as TORCHS
 from autopar.compiler import rewrite
 from autopar.costs.arguments import TEXT, a, require
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, RankError
 from autopar.ir.plan import Plan
 from autopar.module.call.batch_rows import data_rank, data_world_size
 from autopar.module.copies import RESIZING, SAVING, deep_copy, refuse_pickling, refuse_resizing, save, shallow_copy
@@ -118,10 +118,20 @@ class ParallelModule(nn.Module):
         # With a loss function the graph returns the loss, and hooks of the model must see the model's output.
         if self._autopar.options.loss_fn is not None:
             return self.forward(*args, **kwargs)
-        return nn.Module.__call__(self, *args, **kwargs)
+        before = self._autopar.forwards
+        try:
+            found = nn.Module.__call__(self, *args, **kwargs)
+        except RankError as e:
+            if "forward" in self.__dict__ and self._autopar.forwards == before:
+                raise _not_called(self.__dict__["forward"]) from e
+            raise
+        if "forward" in self.__dict__ and self._autopar.forwards == before:
+            raise _not_called(self.__dict__["forward"])
+        return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
+        self._autopar.forwards += 1
         # Under torch.compile around the model: the step has graphs of its own, and what chooses one cannot be traced.
         call = self._autopar.call
         if torch.compiler.is_compiling():
@@ -292,6 +302,17 @@ def _defaults(kind: type) -> list[str]:
     found = {n: v for c in reversed(kind.__mro__) if c not in nn.Module.__mro__ for n, v in vars(c).items()}
     values = {n for n, v in found.items() if not n.startswith("__") and not hasattr(type(v), "__get__")}
     return [n for n in found if n in values and not hasattr(ParallelModule, n)]
+
+
+def _not_called(forward: Any) -> AutoparError:
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    name = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" if code else repr(forward)
+    return AutoparError(
+        f"forward of the parallelized model was replaced after parallelize() by {name}, which calls parts of the model "
+        "in place of its forward: they are in no graph, and every rank would compute all of it. Replace it before "
+        "parallelize(), or take it off again (del model.forward) and compute the loss from what the model returns; "
+        "TRL's SFTTrainer and DPOTrainer replace it"
+    )
 
 
 def _own_method(name: str) -> Callable[..., Any]:

@@ -102,6 +102,7 @@ class Session:
         self.latest: Specialization | None = None
         self.deferred = DeferredReduction(model.named_parameters)
         self.random_calls, self.number = 0, 0
+        self.forwards = 0  # calls of the module's forward, which one that is put in its place may leave out
         if context.control is not None:
             self.number = len(context.control.calls)
             context.control.calls.append(0)

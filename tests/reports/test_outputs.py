@@ -9,7 +9,7 @@ import re
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,8 +79,19 @@ def test_gradients_flow_through_all_scalars(name: str) -> None:
     out = model(x)
     assert out["n"] == 6
     assert not out["seen"].requires_grad
-    with pytest.raises(AutoparError, match=r"asked through output 3.*loss="):
+    with pytest.raises(AutoparError, match=r"asked through output 'h'.*loss="):
         out["h"].sum().backward()
+
+
+def test_a_forward_that_leaves_out_the_models_is_refused() -> None:
+    model = parallelize(Several().double(), None)
+    model.forward = MethodType(lambda self, x: self.f(x).sum(), model)
+    with pytest.raises(AutoparError, match=r"forward of the parallelized model was replaced .*Replace it before"):
+        model(x)
+    model = parallelize(Several().double(), None)
+    model.forward = MethodType(lambda self, x, old=model.forward: old(x)["losses"]["fit"], model)
+    model(x).backward()
+    assert model.f.weight.grad is not None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -176,6 +177,12 @@ def at(output: Any, path: Any) -> Any:
     else:
         found = getattr(output, first)
     return at(found, rest) if dot else found
+
+
+def path_of(skeleton: Any, index: int) -> str | None:
+    """Where a result of the graph is within the model's output, such as ``losses.fit``; None if it is not there."""
+    numbered = pytree.unflatten(skeleton, range(sys.maxsize))
+    return next((path for path, value in _paths(numbered, "") if type(value) is int and value == index), None)
 
 
 def _scalars(output: Any) -> str:

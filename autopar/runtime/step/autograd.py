@@ -13,7 +13,8 @@ from autopar.capture.state.hooks import seen_by
 from autopar.capture.state.writes import names_of_result
 from autopar.errors import AutoparError
 from autopar.ir.ops.random import current_seed, step_seed
-from autopar.ir.program import State
+from autopar.ir.program import Program
+from autopar.ir.signature.outputs import path_of
 from autopar.runtime.agreement.failing_node import failing_node
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.step.input_gradients import InputForm, as_passed
@@ -87,7 +88,7 @@ def run(
     return [
         outputs[i]
         if i in outputs
-        else refuse(anchor, [r], i, step.program.state)
+        else refuse(anchor, [r], i, step.program)
         if i in step.program.withheld
         # One that is also the loss, such as loss.detach(), has its history by now.
         else (r.detach() if r.requires_grad else r)
@@ -208,16 +209,17 @@ class _Refusal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, box: list[torch.Tensor], index: int, state: State) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, box: list[torch.Tensor], index: int, program: Program) -> torch.Tensor:
         # In a list, where autograd does not look: of an input that is returned as it is, it would return a view.
-        ctx.index, ctx.state = index, state
+        ctx.index, ctx.program = index, program
         return box[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        names = [f"attribute {n!r}" for n in names_of_result(ctx.state.writes, ctx.index)]
-        hooks = seen_by(ctx.state.observed, ctx.index)
-        what = f"what {hooks[0]} sees" if hooks else names[0] if names else f"output {ctx.index}"
+        state = ctx.program.state
+        names = [f"attribute {n!r}" for n in names_of_result(state.writes, ctx.index)]
+        hooks = seen_by(state.observed, ctx.index)
+        what = f"what {hooks[0]} sees" if hooks else names[0] if names else _output(ctx.program.skeleton, ctx.index)
         remedy = (
             "let the hook set an attribute of the module to the scalar that it adds to the loss "
             "(module.penalty = output.square().mean()), which carries its gradient"
@@ -229,3 +231,8 @@ class _Refusal(torch.autograd.Function):
             "carries gradients (the scalar that loss= names, else all scalars that require one). Compute everything "
             f"that is trained on inside the model, or {remedy}"
         )
+
+
+def _output(skeleton: Any, index: int) -> str:
+    path = path_of(skeleton, index)
+    return "the output" if path == "" else f"output {index if path is None else path!r}"
