@@ -46,8 +46,6 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": [SCANNED, ATTENDED], "num_hidden_layers": 2, "shared_intermediate_size": 32},
     "lfm2_moe": {"layer_types": ["conv", ATTENDED], "num_hidden_layers": 2, "num_dense_layers": 1},
     "recurrent_gemma": {"layer_types": None, "block_types": ("recurrent", "attention"), "sliding_window": None},
-    "xlstm": {"hidden_size": 64, "qk_dim_factor": 1.0, "autocast_kernel_dtype": "float32", "mode": "train",
-              "num_blocks": 2},
     "zamba2": {"layers_block_type": [SCANNED, HYBRID, SCANNED, HYBRID], "layer_types": None, "num_hidden_layers": 4,
                "n_mamba_heads": 4, "mamba_ngroups": 1, "mamba_headdim": 16, "adapter_rank": 4, "head_dim": None},
 }  # fmt: skip

@@ -59,6 +59,13 @@ def sequence_factors(program: Program, dims: Dims) -> list[Factor]:
     return list(found.values())
 
 
+def rows_of_images(program: Program, dims: Dims) -> list[Factor]:
+    """The leading factor of the third dim of the batch tensors that are images, [sample, channel, row, column]."""
+    samples, types = _samples(program, dims), input_types(program, dims, "batch").values()
+    images = [t for t in types if len(t.dims) == 4 and t.shape[0] == samples and t.dims[2]]
+    return list({id(t.dims[2][0]): t.dims[2][0] for t in images}.values())
+
+
 def operator_types(node: fx.Node, program: Program, dims: Dims) -> Iterator[TensorType]:
     """Types of an operator's arguments and results; its `Operator` has those of the first call like it."""
     for source in program.sources[node]:

@@ -36,7 +36,7 @@ from autopar.ir.layout import ByExpert, Factor, Layout, Placement, Replicate, Sp
 from autopar.ir.program import Program
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.tensor_parallel import tensor_factors
-from autopar.sharding.candidates import BY_EXPERT, REPLICATE, layouts, split_parts, strategies
+from autopar.sharding.candidates import BY_EXPERT, REPLICATE, candidates, layouts, split_parts, strategies
 from autopar.sharding.dims import Dims
 from autopar.sharding.factor_kinds import (
     Ids,
@@ -49,6 +49,7 @@ from autopar.sharding.factor_kinds import (
     input_types,
     into_gradients,
     operator_types,
+    rows_of_images,
     sequence_factors,
     shared_factor,
     split_factors,
@@ -127,9 +128,11 @@ def by_roles(
         if node in dims.operators:
             chain = node in casts or node in sums
             chains = {SHARD: chain, EXPERT: chain, CONTEXT: chain or node in behind, OPTIMIZER: node in casts}
-            allowed[key] = tuple(
-                _allowed(node, program, dims, role, factors, chains.get(str(role), False)) for role in roles
-            )
+            found = [_allowed(node, program, dims, role, factors, chains.get(str(role), False)) for role in roles]
+            if CONTEXT in roles and not len(candidates(dims.operators[node], sizes, _named(found, node, dims)).choice):
+                # Devices may have fewer positions than their neighbors lack, of a long kernel.
+                found = [None if role == CONTEXT else names for role, names in zip(roles, found, strict=True)]
+            allowed[key] = tuple(found)
         elif node in inputs and inputs[node].kind in ("parameter", "batch"):
             find = _batch_layout if inputs[node].kind == "batch" else _parameter_layout
             router = factors.weights and inputs[node].name not in factors.weights
@@ -142,6 +145,12 @@ def by_roles(
         whole = tuple(Replicate() if role == OPTIMIZER else None for role in roles)
         placements.update({("consumer", name): whole for name in _gradients(program, classes)})
     return replace(restrictions, strategies=allowed, placements=placements)
+
+
+def _named(allowed: Sequence[frozenset[str] | None], node: fx.Node, dims: Dims) -> list[frozenset[str]]:
+    """Strategies that an operator may take on each axis, all of them by name."""
+    every = frozenset(s.name for s in strategies(dims.operators[node]))
+    return [every if names is None else names for names in allowed]
 
 
 def _behind_sequence(program: Program, dims: Dims, sequence: Ids) -> set[fx.Node]:
@@ -212,7 +221,9 @@ def _sequence(program: Program, dims: Dims, axes: Mapping[str, int], roles: Role
     """
     if not {SEQUENCE, CONTEXT} & set(roles):
         return []
-    found = sequence_factors(program, dims)
+    found, kind = sequence_factors(program, dims), "positions"
+    if not found and SEQUENCE not in roles:
+        found, kind = rows_of_images(program, dims), "rows"
     parts, along = _extent(axes, roles, SEQUENCE, CONTEXT)
     other = "role 'tensor'" if SEQUENCE in roles else "role 'shard'"
     chosen = ids(found)
@@ -224,7 +235,7 @@ def _sequence(program: Program, dims: Dims, axes: Mapping[str, int], roles: Role
             where = _chunks(dim, program, dims)
             factors = " x ".join(str(f.size) for f in dim)
             raise InfeasibleError(
-                f"the sequence ({length} positions of batch tensor {name}) cannot be split along {along}: {where} "
+                f"the sequence ({length} {kind} of batch tensor {name}) cannot be split along {along}: {where} "
                 f"computes it as {factors}, of which only the first number can be split, and {parts} does not "
                 f"divide {pieces}; use {other}, or a smaller axis"
             )
@@ -265,8 +276,8 @@ def _experts(
     if not found:
         raise InfeasibleError(
             f"no experts to split along {along}: that takes weights that are one tensor [expert, ...], in grouped "
-            "products of tokens that are sorted by expert, in an order that nothing else reads, or in batched products, "
-            "the batch being experts; stack the weights of experts that are modules of a list, or take role 'shard'"
+            "products of tokens that are sorted by expert, in an order that nothing else reads, or in batched ones, of "
+            "one an expert; stack the weights of experts that are modules of a list, or take role 'shard'"
         )
     if uneven := [f.size for f in found if f.size % parts]:
         raise InfeasibleError(f"{uneven[0]} experts do not divide along {along}; take a smaller axis")

@@ -1,9 +1,8 @@
-"""Experts in batched products are split by the role `expert`; slots that have no sequence are shared."""
+"""Experts in batched products are split by the role `expert`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from autopar.compiler import plan, program_of
+from autopar.compiler import plan
 from autopar.errors import InfeasibleError
-from autopar.ir.program import Program
 from autopar.search.options import Search
 from autopar.verify.verify import verify
-from tests.distributed.models import slow_devices
 from tests.passes.canonicalize.test_experts import Capped
 
 HIDDEN, EXPERTS = 8, 4
@@ -102,22 +99,3 @@ def test_experts_are_split_and_their_router_is_not(name: str, axes: dict[str, in
 def test_batched_experts_that_cannot_be_split() -> None:
     with pytest.raises(InfeasibleError, match=r"4 experts do not divide along axis a=8; take a smaller axis"):
         plan(Dense().double(), batch(), cluster="h100", axes={"a": 8}, search=Search(recipe="expert"))
-
-
-@pytest.mark.parametrize("name", ["slots", "capacity"])
-def test_what_has_no_positions_is_shared_under_context(name: str) -> None:
-    """Slots of experts are behind the sequence: devices share them where that is worth its messages."""
-    axes, slow = {"a": 4}, slow_devices()
-    cluster = replace(slow, links=tuple(replace(link, bandwidth=1e9) for link in slow.links))
-    search = Search(recipe="context", padding=False)
-    found = plan(MODELS[name]().double(), batch(4), cluster=cluster, axes=axes, search=search)
-    report = verify(MODELS[name]().double(), batch(4), axes, plan=found)
-    assert report.max_error < 1e-12
-    whole = program_of(MODELS[name]().double(), batch(4))
-    assert 4 * multiplied(report.program) <= multiplied(whole)
-
-
-def multiplied(program: Program) -> int:
-    """How many pairs of numbers all batched products multiply."""
-    products = [n for n in program.graph.graph.nodes if n.target is torch.ops.aten.bmm.default]
-    return sum(n.meta["val"].numel() * n.all_input_nodes[0].meta["val"].shape[-1] for n in products)
