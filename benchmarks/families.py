@@ -44,6 +44,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "falcon_h1": {"layer_types": None, "mamba_d_ssm": 64},
     "granitemoehybrid": {"layer_types": [SCANNED, ATTENDED], "num_hidden_layers": 2, "shared_intermediate_size": 32},
+    "lfm2": {"layer_types": ["conv", ATTENDED], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", ATTENDED], "num_hidden_layers": 2, "num_dense_layers": 1},
     "recurrent_gemma": {"layer_types": None, "block_types": ("recurrent", "attention"), "sliding_window": None},
     "zamba2": {"layers_block_type": [SCANNED, HYBRID, SCANNED, HYBRID], "layer_types": None, "num_hidden_layers": 4,
