@@ -74,6 +74,9 @@ def linalg() -> Iterator[Sample]:
     yield call(aten._linalg_solve_ex.default, general[0, 0], x(3))
     yield call(aten._linalg_solve_ex.default, general[0, 0], b)
     yield call(aten.linalg_cross.default, x(4, 3, 2), x(1, 3, 2), dim=1)
+    yield call(aten._pdist_forward.default, x(4, 2), 1.5)
+    for p in (0.0, 1.0, 2.0, 1.5, float("inf")):
+        yield call(aten._pdist_backward.default, x(6), x(4, 2), p, torch.pdist(x(4, 2), p))
 
 
 def dims() -> Iterator[Sample]:

@@ -169,7 +169,8 @@ def unfold(tensor: torch.Tensor, dimension: int, size: int, step: int) -> torch.
         return tensor[(slice(None),) * d + (slice(None, None, step),)].unsqueeze(-1)
     if count * step > length:
         return tensor.unfold(dimension, size, step)
-    steps = tensor.narrow(d, 0, count * step).unflatten(d, (count, step))
+    whole = tensor.narrow(d, 0, count * step)
+    steps: torch.Tensor = torch.unflatten(whole, d, (count, step))
     return steps.narrow(d + 1, 0, size).movedim(d + 1, -1)
 
 
