@@ -17,6 +17,7 @@ from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.collectives.bucket_collectives import bucket_collectives
 from autopar.passes.collectives.chunk_collectives import chunk_collectives
 from autopar.passes.collectives.delay_gradients import delay_gradients
+from autopar.passes.collectives.fill_waits import fill_waits
 from autopar.passes.collectives.join_maxima import join_maxima
 from autopar.passes.collectives.overlap_collectives import overlap_collectives
 from autopar.passes.collectives.send_rounded_numbers import send_rounded_numbers
@@ -65,6 +66,7 @@ PASSES: tuple[Pass, ...] = (
     eliminate_dead_code,
     scatter_sends,
     delay_gradients,
+    fill_waits,
     overlap_collectives,
     chunk_collectives,
     insert_contiguous,
@@ -92,6 +94,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     eliminate_dead_code,
     scatter_sends,
     delay_gradients,
+    fill_waits,
     overlap_collectives,
     chunk_collectives,
     insert_contiguous,

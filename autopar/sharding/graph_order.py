@@ -13,6 +13,7 @@ from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import COALESCED, c10d
 from autopar.ir.ops.host import to_device, to_host
+from autopar.ir.ops.random import generator_state
 from autopar.ir.program import GRADIENTS, Program, draws
 from autopar.ir.quantized.operators import QUANTIZERS
 
@@ -62,7 +63,8 @@ def reorder(graph: fx.Graph, positions: Mapping[fx.Node, float]) -> None:
 def parameter_only(program: Program) -> list[fx.Node]:
     """What a rewritten graph computes from parameters, buffers and constants alone, in the graph's order.
 
-    Random operators are not among it, nor is what comes from host memory: these have their place in the order.
+    Random operators and generators' states are not among it, nor is what comes from host memory: these have their place
+    in the order.
     """
     inputs = zip(program.placeholders, program.inputs, strict=True)
     found = dict.fromkeys(n for n, i in inputs if i.kind in ("parameter", "buffer"))
@@ -70,7 +72,7 @@ def parameter_only(program: Program) -> list[fx.Node]:
         if node.op == "get_attr" or (
             node.op == "call_function"
             and not draws(node)
-            and node.target not in (to_host, to_device)
+            and node.target not in (to_host, to_device, generator_state)
             and all(a in found for a in node.all_input_nodes)
         ):
             found[node] = None
@@ -87,3 +89,9 @@ def gradient_moves(program: Program) -> list[fx.Node]:
             if node.target in _KEEPS_VALUES:
                 found.add(node)
     return [n for n in program.graph.graph.nodes if n in found and info(n).collective is not None]
+
+
+def blocking_collectives(program: Program) -> set[fx.Node]:
+    """Collectives that kernels wait for: they bring neither parameters nor gradients."""
+    others = {*parameter_only(program), *gradient_moves(program)}
+    return {n for n in program.graph.graph.nodes if info(n).collective is not None and n not in others}

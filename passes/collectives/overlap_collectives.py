@@ -1,28 +1,28 @@
 """overlap_collectives: collectives run beside kernels that do not need them.
 
-Before (in the forward pass of FSDP, and in the backward pass of a matrix that is split over ``gpu``)::
+Before (in the forward pass of FSDP, and in a backward pass whose activations are split over the same axis)::
 
     a = all_gather(p1, 8, "data"); w1 = wait(a); h1 = mm(x, w1); b = all_gather(p2, 8, "data"); w2 = wait(b); ...
-    dw = mm(x_t, g); dx = mm(g, w_t); r = all_reduce(dx, "sum", "gpu"); y = wait(r); ...
+    r = reduce_scatter(dw, "sum", 8, "data"); s = wait(r); g = all_to_all(dx, "data"); h = wait(g); dy = mm(h, w_t); ...
 
 After::
 
     a = all_gather(p1, 8, "data"); b = all_gather(p2, 8, "data"); w1 = wait(a); h1 = mm(x, w1); w2 = wait(b); ...
-    dx = mm(g, w_t); r = all_reduce(dx, "sum", "gpu"); dw = mm(x_t, g); y = wait(r); ...
+    g = all_to_all(dx, "data"); r = reduce_scatter(dw, "sum", 8, "data"); h = wait(g); dy = mm(h, w_t); s = wait(r); ...
 
 Parameters are gathered ahead of their use, for as long as the gather takes, but no further than a block of the model.
 Gradients are waited for when their reduction is over by the cost model, or when the next but one of its kind begins;
-reductions over a further axis follow there. Gradients of weights are computed while a value that the next kernel needs
-is communicated. Only the order of the nodes changes, for all ranks alike. `Plan.overlap` says whether it does: what is
-in flight takes memory, which `autopar.memory.liveness` counts.
+reductions over a further axis follow there. A reduction lets collectives go first that the next kernel needs, where it
+would hold them up on their link. Only the order of the nodes changes, for all ranks alike. `Plan.overlap` says whether
+it does: what is in flight takes memory, which `autopar.memory.liveness` counts.
 """
 
 from __future__ import annotations
 
 import heapq
+import operator
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from itertools import accumulate
+from collections import Counter, defaultdict
 
 import torch
 from torch import fx
@@ -31,15 +31,18 @@ from autopar.ir.graph import block_of, is_backward, module_path
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import Collective, c10d, waits_for
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, draws, is_hoisted
+from autopar.ir.program import Program, is_hoisted
 from autopar.sharding.assignment import machine_of
-from autopar.sharding.graph_order import gradient_moves, parameter_only, reorder
+from autopar.sharding.graph_order import blocking_collectives, gradient_moves, parameter_only, reorder
 from autopar.sharding.node_seconds import NodeSeconds
 
 aten = torch.ops.aten
 
-ISSUE, WAIT, FILL = -0.5, -0.25, 0.25
-"""Where a node goes beside the one that it is put at: issues before waits, what fills a wait behind the issue."""
+ISSUE, WAIT, BEHIND = -0.5, -0.25, 0.25
+"""Where a node goes beside the one that it is put at: issues before waits, a reduction behind what it lets go first."""
+
+AHEAD = 2
+"""How many blocks a parameter outside of blocks may be gathered ahead."""
 
 
 def overlap_collectives(program: Program, plan: Plan) -> Program:
@@ -65,38 +68,27 @@ class _Schedule:
         for node in self.nodes:
             if any(a in behind for a in node.all_input_nodes):
                 behind.add(node)
-        # Seconds that the compute stream has worked before each node, if it waits for nothing.
-        silent = (info(n).collective is not None or n in behind for n in self.nodes)
-        kernels = (0.0 if s else self.seconds.kernel(n)[0] for n, s in zip(self.nodes, silent, strict=True))
-        self.clock = list(accumulate(kernels, initial=0.0))
+        self.blocking: dict[str, list[int]] = defaultdict(list)  # by axis: where kernels wait for one
+        # By when the compute stream has come to each node, if it waits for no parameter and for no gradient.
+        self.clock, over = [0.0], dict[fx.Node, float]()
+        blocking = blocking_collectives(program)
+        for i, node in enumerate(self.nodes):
+            now, awaited = self.clock[-1], max((over[a] for a in node.all_input_nodes if a in over), default=0.0)
+            if node in blocking:
+                self.blocking[_collective(node).axis].append(i)
+                over[node] = now + self.seconds.collective(_collective(node))
+            elif node.target in (operator.getitem, c10d.wait_tensor.default):
+                over[node] = awaited
+            elif info(node).collective is None and node not in behind:
+                now = max(now, awaited) + self.seconds.kernel(node)[0]
+            self.clock.append(now)
 
     def positions(self) -> dict[fx.Node, float]:
         """Where each node should be."""
-        self._fill_waits()
         self._sink_waits()
         self._prefetch()
         self._wait_for_gradients()
         return self.position
-
-    def _fill_waits(self) -> None:
-        """Gradients of weights go behind the issue of a collective whose result the next kernel needs, to fill it."""
-        moves = set(self.moves)
-        blocking = {n for n in self.nodes if info(n).collective and n not in self.static and n not in moves}
-        ahead: set[fx.Node] = set()  # of a collective that blocks
-        for node in reversed(self.nodes):
-            if node in blocking or any(u in ahead for u in node.users):
-                ahead.add(node)
-        window: list[fx.Node] = []
-        for node in self.nodes:
-            if node in blocking:
-                left = self.seconds.collective(_collective(node))
-                # The last of them, and no more than it takes: gradients that are late are sent late.
-                while window and left > 0:
-                    self.position[window[-1]] = self.position[node] + FILL
-                    left -= self.seconds.kernel(window.pop())[0]
-                window = []
-            elif is_backward(node) and node not in ahead and not info(node).collective and not draws(node):
-                window.append(node)
 
     def _sink_waits(self) -> None:
         """A wait, and what only reshapes its result, goes in front of the first that uses it."""
@@ -132,9 +124,12 @@ class _Schedule:
                 if is_backward(node) is not backward or is_hoisted(node):
                     continue
                 if node in gathers:
-                    wanted[node] = self._ahead(units, wanted[node], start, node)
-                    self.position[node] = wanted[node] + ISSUE
-                elif node.all_input_nodes:  # what has none may be the state of a generator, which changes
+                    needed, took = wanted[node], self.seconds.collective(_collective(node))
+                    ahead = self._ahead(units, needed, start, took) + ISSUE
+                    axis, latest = _collective(node).axis, self.clock[needed] - took
+                    self.position[node] = self._let_first(ahead, axis, took, latest)
+                    wanted[node] = int(self.position[node] - ISSUE)
+                else:
                     # No earlier than it is read: kernels would stand behind one that waits for a gather. What only the
                     # other pass reads, such as a part of what is gathered that is left for it, stays where it is.
                     readers = [u for u in node.users if is_backward(u) is backward or u.op == "output"]
@@ -143,16 +138,19 @@ class _Schedule:
                         default=self.position[node],
                     )
 
-    def _ahead(self, units: list[int], at: int, start: int, node: fx.Node) -> int:
+    def _ahead(self, units: list[int], at: int, start: int, took: float) -> int:
         """The use of others in front of which a gather is issued that is to be there at a position."""
         own, needed = self._block(at), self.clock[at]
-        took = self.seconds.collective(_collective(node))
+        blocks = set[str]()
         for unit in reversed(units[: bisect_left(units, at)]):
             block = self._block(unit)
             if block is not None and block != own:
-                # All of the block before has begun by then.
-                return next(u for u in units if self._block(u) == block)
-            if block is None and needed - self.clock[unit] >= took:
+                # All of the block before has begun by then. A head may take longer than that one.
+                first = next(u for u in units if self._block(u) == block)
+                blocks.add(block)
+                if own is not None or needed - self.clock[first] >= took or len(blocks) == AHEAD:
+                    return first
+            elif block is None and needed - self.clock[unit] >= took:
                 return unit
         return start
 
@@ -179,14 +177,24 @@ class _Schedule:
         missing = Counter(move for moves in behind.values() for move in moves)
         ready = [(self.position[n], i, n) for i, n in enumerate(self.moves) if not missing[n]]
         number = {n: i for i, n in enumerate(self.moves)}
+        held_up = set[fx.Node]()
         # In the order of their issue: a link takes what comes first, whatever axis it came from.
         while ready:
             _, _, node = heapq.heappop(ready)
             made = _collective(node)
             sources = [self.position[a] for a in node.all_input_nodes if a in self.position]
             at = max([self.position[node], *sources])
+            took = self.seconds.collective(made)
+            # Not much later: its gradient is in memory until then.
+            queued = max(free.get(made.axis, 0.0) - self._time(at), 0.0)
+            behind_others = self._let_first(at, made.axis, queued + took, self._time(at) + queued + took)
+            if node not in held_up and behind_others > at:
+                held_up.add(node)
+                self.position[node] = behind_others
+                heapq.heappush(ready, (behind_others, number[node], node))
+                continue
             self.position[node] = at
-            over = max(self._time(at), free.get(made.axis, 0.0)) + self.seconds.collective(made)
+            over = max(self._time(at), free.get(made.axis, 0.0)) + took
             free[made.axis] = over
             earlier = issued.setdefault((node.target, made.axis), [])
             earlier.append(at)
@@ -199,6 +207,26 @@ class _Schedule:
                 if not missing[later]:
                     heapq.heappush(ready, (self.position[later], number[later], later))
         self._limit(issued)
+
+    def _let_first(self, at: float, axis: str, took: float, latest: float) -> float:
+        """Where a collective is issued, so that none that a kernel waits for stands behind it on the link.
+
+        Args:
+            at: where it could be.
+            axis: along which it is.
+            took: seconds until it is over, if it is issued there.
+            latest: by the clock, when it must be issued.
+        """
+        blocking = self.blocking[axis]
+        best, room, found = at, 0.0, at
+        for i in range(bisect_right(blocking, at), len(blocking) + 1):
+            free = self.clock[blocking[i]] - self._time(found) if i < len(blocking) else took
+            if free > room:
+                best, room = found, free
+            if room >= took or self.clock[blocking[i]] > latest:
+                break
+            found = blocking[i] + BEHIND
+        return best
 
     def _moves_behind(self) -> dict[fx.Node, set[fx.Node]]:
         """By reduction of gradients: those over further axes that take its result."""

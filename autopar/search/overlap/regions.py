@@ -56,6 +56,7 @@ class Regions:
         together: by region, how many parameters a block has, which are gathered in one collective, and reduced in one.
         opening: the regions that a step begins with: the first one, and the next.
         closing: the regions that it ends with: the last one, and the one before.
+        turning: the region that the backward pass begins with, such as a language model's head.
         from_parameters: inputs, and operators that compute from parameters, buffers and constants alone.
         filling: operators of the backward pass from which one gradient of a parameter is computed, and nothing else.
         gradients: values that are such a gradient, in whatever form: results of those operators, and of operators that
@@ -72,6 +73,7 @@ class Regions:
     together: Mapping[str, float]
     opening: tuple[str, str]
     closing: tuple[str, str]
+    turning: str
     from_parameters: frozenset[fx.Node]
     filling: frozenset[fx.Node]
     gradients: frozenset[Value]
@@ -134,11 +136,12 @@ def _regions(program: Program) -> Regions:
     readers = _readers(program, names, static)
     own = [n for n in forward if n not in static] or ordered
     opening = _two(names[n] for n in own)
-    closing = _two(names[n] for n in reversed([n for n in ordered if is_backward(n)] or own))
+    backward = [n for n in ordered if is_backward(n) and n not in static] or own
+    closing = _two(names[n] for n in reversed(backward))
     working = frozenset(name for node, name in names.items() if node.target in _PRODUCTS)
     return Regions(
-        program, names, *_units(program, names, readers), opening, closing, static, filling, gradients, readers,
-        working, _chunkable(program, static, gradients),
+        program, names, *_units(program, names, readers), opening, closing, names[backward[0]], static, filling,
+        gradients, readers, working, _chunkable(program, static, gradients),
     )  # fmt: skip
 
 

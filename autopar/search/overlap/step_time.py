@@ -8,14 +8,14 @@ weights are computed. All else hides. So a region takes at least, and with the o
 
     max(K + F + B, K + B + W, P + G + W + B + C + I on each axis)
 
-What is gathered for the first unit of a step hides behind nothing, and what is gathered for the first unit of the next
-region, such as the first of all blocks, behind kernels of the first region alone: it counts there. Likewise gradients
-of the last unit are reduced behind nothing, and those of the last unit of the region before beside the last region.
-In a pipeline each graph of a stage begins, and the last one of a step ends, in such a way. ``I`` is sent within
-operators, as in a ring of attention: what of it their own kernels do not hide is in ``K``, but a link that it takes is
-taken; the search leaves it out. Of what else hides, the first two rows have the share for which its link occupies the
-device (`autopar.costs.device.Link`). Sums of ``m`` microbatches are reduced during the last of them: ``(K + F + B) (m -
-1) / m + G`` is another row on each axis.
+What is gathered for the first unit of a step, or again for the first of its backward pass, hides behind nothing, and
+what is gathered for the first unit of the next region, such as the first of all blocks, behind kernels of the first
+region alone: it counts there. Likewise gradients of the last unit are reduced behind nothing, and those of the last
+unit of the region before beside the last region. In a pipeline each graph of a stage begins, and the last one of a
+step ends, in such a way. ``I`` is sent within operators, as in a ring of attention: what of it their own kernels do
+not hide is in ``K``, but a link that it takes is taken; the search leaves it out. Of what else hides, the first two
+rows have the share for which its link occupies the device (`autopar.costs.device.Link`). Sums of ``m`` microbatches
+are reduced during the last of them: ``(K + F + B) (m - 1) / m + G`` is another row on each axis.
 
 The maximum of rows is at least each weighted mean of them: with any weights, the cost of a plan is bounded by one that
 is a sum over operators and redistributions (Lagrange), which the solver minimizes. Weights at which the best plan's own
@@ -152,7 +152,7 @@ class StepTime:
         compute[[KERNELS, FILLING]] = 1
         filled[KERNELS] = 1
         exposed = self._exposed(region)
-        ends = (GATHER, exposed + self._share(region) * (region == first)), (
+        ends = (GATHER, exposed + self._share(region) * (region in (first, self.regions.turning))), (
             GRADIENT, exposed + self._share(region) * (region == last)
         )  # fmt: skip
         # Units that are gathered beside the region before, or reduced beside the one behind.

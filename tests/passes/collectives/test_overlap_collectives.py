@@ -13,19 +13,25 @@ from torch import fx
 
 from autopar.compiler import plan as plan_of
 from autopar.compiler import program_of, rewrite, solve
-from autopar.ir.graph import is_backward
+from autopar.costs.cluster import Cluster
+from autopar.ir.graph import block_of, is_backward, module_path
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import waits_for
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.memory.liveness import peak_memory
 from autopar.search.options import Search
+from autopar.search.random_plan import random_plan
+from autopar.sharding.dims import analyze
+from autopar.sharding.graph_order import parameter_only
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
 from autopar.verify.verify import compare, verify
 from tests import models
 
-bucketing = import_module("autopar.passes.collectives.bucket_collectives")  # whose name its function has in the package
+# Their names are those of their functions in the package.
+bucketing = import_module("autopar.passes.collectives.bucket_collectives")
+overlapping = import_module("autopar.passes.collectives.overlap_collectives")
 
 LAYERS = 3
 AXES = ({"data": 4}, {"node": 2, "gpu": 2})
@@ -126,6 +132,65 @@ def test_the_simulated_step_is_shorter(recipe: str) -> None:
     after = simulate(emitted(local, plan))
     assert after.step_seconds < before.step_seconds
     assert after.exposed_communication[0] < 0.7 * before.exposed_communication[0]
+
+
+@cache
+def drawn(seed: int) -> tuple[Program, Program, list[torch.Tensor], Plan]:
+    """A random plan of a model on two axes, as it is emitted."""
+    program, dims, values = models.captured("llama", layers=LAYERS)
+    plan = replace(random_plan(program, dims, AXES[1], Cluster.preset("h100"), seed), overlap=True)
+    return program, rewrite(program, plan), values, plan
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gathers_of_any_layout_are_ahead(seed: int) -> None:
+    """In layouts that are sliced first, by the device's index, too."""
+    _, local, _, _ = drawn(seed)
+    order = {n: i for i, n in enumerate(local.graph.graph.nodes)}
+    static = set(parameter_only(local))
+    kernels = [n for n in order if n.op == "call_function" and n not in static and not is_backward(n)]
+    blocks = {n: block_of(module_path(n), local.blocks) for n in kernels}
+    begins = {b: min(order[n] for n in kernels if blocks[n] == b) for b in set(blocks.values()) if b}
+    gathers = [n for n in collectives(local) if n in static and not is_backward(n)]
+    uses: dict[fx.Node, str | None] = {}
+    for node in gathers:
+        found, left = {node}, [node]
+        while left:
+            for user in left.pop().users:
+                if user in blocks:
+                    uses[node] = blocks[user]
+                elif user in static and user not in found:
+                    found.add(user)
+                    left.append(user)
+    inside = {n: b for n, b in uses.items() if b is not None}
+    assert inside
+    assert all(order[n] < begins[b] for n, b in inside.items())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_plans_compute_the_same(seed: int) -> None:
+    program, local, values, plan = drawn(seed)
+    assert compare(program, local, plan, values, torch.float64).max_error < 1e-12
+
+
+def test_what_kernels_wait_for_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reduction or a gather that is issued just before would hold it up."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.undo()  # buckets of their own size
+    config = LlamaConfig(num_hidden_layers=LAYERS, intermediate_size=16384, num_attention_heads=8, use_cache=False)
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(config).to(torch.bfloat16), torch.zeros(8, 2048, dtype=torch.long)
+    program = program_of(model, {"input_ids": ids, "labels": ids})
+    # It shards parameters and activations over the same axes.
+    plan = replace(random_plan(program, analyze(program), AXES[1], Cluster.preset("h100"), 0), overlap=True)
+
+    def seconds() -> float:
+        return simulate(emitted(rewrite(program, plan), plan)).step_seconds
+
+    after = seconds()
+    monkeypatch.setattr(overlapping._Schedule, "_let_first", lambda self, at, *_: at)
+    assert after < 0.998 * seconds()
 
 
 def test_what_is_in_flight_must_fit() -> None:

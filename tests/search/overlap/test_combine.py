@@ -20,8 +20,8 @@ from autopar.search.solver.problem import Edge, Ints, Node, Problem, evaluate
 AXES = 2
 NAMES = ("first", "second", "last")
 REGIONS = Regions(
-    cast(Program, None), {}, dict.fromkeys(NAMES, 2), {}, NAMES[:2], (NAMES[2], NAMES[1]), frozenset(), frozenset(),
-    frozenset(), {}, frozenset(), {},
+    cast(Program, None), {}, dict.fromkeys(NAMES, 2), {}, NAMES[:2], (NAMES[2], NAMES[1]), NAMES[1], frozenset(),
+    frozenset(), frozenset(), {}, frozenset(), {},
 )  # fmt: skip
 
 
