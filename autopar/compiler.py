@@ -35,13 +35,14 @@ from autopar.passes.rng.replicate import replicate_random
 from autopar.pipeline.custom_schedule import as_text
 from autopar.search import cache
 from autopar.search.arguments import BATCH, check_float64, check_planning, policy_of, require_load, require_sent
+from autopar.search.emitted.peak import peak_of as peak_of
+from autopar.search.emitted.rewritten import graphs_kept
 from autopar.search.formulation.local_axes import Axes, require_rows, worker_count
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.flat import best_flat
 from autopar.search.microbatch.shares import best_shares, require_apart
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
-from autopar.search.peak import peak_of as peak_of
 from autopar.search.pipeline.branch_and_bound import best_pipeline
 from autopar.search.recost import sent_in_few_bits
 from autopar.sharding.dims import analyze
@@ -161,7 +162,7 @@ def solve(
         deterministic=deterministic,
     )  # fmt: skip
     # Graphs are full of cycles that stay alive: Python's collector would walk all of them again and again.
-    with naming_default(memory), collector_paused():
+    with naming_default(memory), collector_paused(), graphs_kept():
         dims = analyze(program)
         require_load(search, dims)
         kind = f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}, fused {program.fused}"

@@ -21,8 +21,8 @@ from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.memory.liveness import copied_by_convolution
 from autopar.search.budget.live_ranges import LiveRanges, minimize_peak
+from autopar.search.emitted.peak import state_bytes
 from autopar.search.formulation.memory_model import block_boundary_activations
-from autopar.search.peak import state_bytes
 from autopar.sharding.candidates import candidates, combine, split_parts
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import layer_classes

@@ -23,8 +23,8 @@ from autopar.ir.ops.sequence import masked_parts
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform
+from autopar.search.emitted.rewritten import unverified
 from autopar.search.options import Search
-from autopar.search.peak import unverified
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 from autopar.simulate import simulate

@@ -32,9 +32,9 @@ from autopar.ir.node_info import info
 from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program
 from autopar.passes.canonicalize import canonical
+from autopar.search.emitted.peak import saved_for_backward, state_bytes
 from autopar.search.find import find_plan
 from autopar.search.options import Job, Search
-from autopar.search.peak import saved_for_backward, state_bytes
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 

@@ -16,12 +16,12 @@ from autopar.search.budget.budget_problem import BudgetProblem, peak_bytes
 from autopar.search.budget.cutoff import PrunedError
 from autopar.search.budget.pareto import Frontier
 from autopar.search.budget.within_budget import plan_by_axes, plan_within
+from autopar.search.emitted.seconds import simulated_seconds
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
 from autopar.search.overlap.combine import combined
-from autopar.search.overlap.simulated import simulated_seconds
 from autopar.search.overlap.step_time import Floats, step_time_of
 from autopar.search.overlap.weights import Weights
 from autopar.search.predict import predict, step_features

@@ -18,13 +18,13 @@ from autopar.costs.kernels import kernel_seconds
 from autopar.costs.memory import optimizer_state_bytes
 from autopar.ir.graph import module_path, producer, without_indices
 from autopar.ir.layout import Layout, TensorType, describe, item_bytes
-from autopar.ir.node_info import ChunkedMove, graph_info
+from autopar.ir.node_info import ChunkedMove
 from autopar.ir.plan import ModuleRow, Plan, Predicted
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
+from autopar.search.emitted.rewritten import rewritten
 from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS, CHUNKED, WITHIN, Regions, regions_of
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, feature, no_features, step_time_of
-from autopar.search.peak import unverified
 from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, split_parts
 from autopar.sharding.dims import Dims, analyze
@@ -82,7 +82,7 @@ def _predicted(program: Program, dims: Dims, plan: Plan, classes: LayerClasses, 
     in_one_piece = step.seconds(_extrapolated(program, [a.features for a in accounts]))
     if plan.overlap and in_one_piece - step.seconds(_optimistic(program, accounts)) > NEGLIGIBLE * in_one_piece:
         for account in accounts:
-            account.cut(graph_info(unverified(account.program, plan).graph).chunked)
+            account.cut(rewritten(account.program, plan).chunked)
     seconds = step.seconds(_extrapolated(program, [a.features for a in accounts]))
     totals = _extrapolated(program, [vars(_totals(plan, account)) for account in accounts])
     predicted = Predicted(**totals)

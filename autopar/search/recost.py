@@ -9,9 +9,9 @@ from typing import Any
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import as_planned
+from autopar.search.emitted.peak import peak_of
 from autopar.search.microbatch.shares import with_shares
 from autopar.search.microbatch.split import microbatch_program
-from autopar.search.peak import peak_of
 from autopar.search.pipeline.stage_devices import devices_along, predicted_alone
 from autopar.search.pipeline.stage_peak import cut_again
 from autopar.search.predict import predict

@@ -187,11 +187,11 @@ class _Schedule:
             took = self.seconds.collective(made)
             # Not much later: its gradient is in memory until then.
             queued = max(free.get(made.axis, 0.0) - self._time(at), 0.0)
-            later = self._let_first(at, made.axis, queued + took, self._time(at) + queued + took)
-            if node not in held_up and later > at:
+            behind_others = self._let_first(at, made.axis, queued + took, self._time(at) + queued + took)
+            if node not in held_up and behind_others > at:
                 held_up.add(node)
-                self.position[node] = later
-                heapq.heappush(ready, (later, number[node], node))
+                self.position[node] = behind_others
+                heapq.heappush(ready, (behind_others, number[node], node))
                 continue
             self.position[node] = at
             over = max(self._time(at), free.get(made.axis, 0.0)) + took

@@ -13,8 +13,8 @@ from autopar.compiler import peak_of, program_of, solve
 from autopar.costs.cluster import Cluster
 from autopar.parallelize import parallelize
 from autopar.search.budget.live_ranges import minimize_peak, minimize_peak_at
+from autopar.search.emitted.peak import state_bytes
 from autopar.search.options import Search
-from autopar.search.peak import state_bytes
 from autopar.search.random_plan import random_plan
 from benchmarks import ladder, least_memory, published
 from benchmarks.allocated import peak_allocated

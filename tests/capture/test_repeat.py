@@ -17,8 +17,8 @@ from autopar.errors import PlanError
 from autopar.explain.why_not import ask
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, RepeatedLayers
+from autopar.search.emitted.peak import state_bytes
 from autopar.search.options import Search
-from autopar.search.peak import state_bytes
 from tests import models
 from tests.distributed.models import slow_devices
 

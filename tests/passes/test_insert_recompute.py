@@ -20,8 +20,8 @@ from autopar.passes import DETERMINISTIC_PASSES, PASSES
 from autopar.passes.rng import replay as replay_random
 from autopar.runtime.step.bind import bind
 from autopar.runtime.step.partition import cut
+from autopar.search.emitted.peak import saved_for_backward
 from autopar.search.options import Search
-from autopar.search.peak import saved_for_backward
 from autopar.search.predict import predict
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes

@@ -18,12 +18,13 @@ from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.budget.lagrangian import fits
 from autopar.search.budget.pareto import Frontier
+from autopar.search.emitted.peak import least_state, optimizer_bytes, peak_of, saved_for_backward, state_bytes
+from autopar.search.emitted.rewritten import unverified
 from autopar.search.formulation.build import Formulation, build
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.options import Job, Search
 from autopar.search.overlap.weights import Weights
-from autopar.search.peak import least_state, optimizer_bytes, peak_of, saved_for_backward, state_bytes, unverified
 from autopar.search.pipeline.stage_peak import peak_in_stages
 from autopar.search.read_plan import plan_of
 from autopar.search.solver.certify import Claim

@@ -27,8 +27,8 @@ from autopar.search.budget.budget_problem import BudgetProblem, missing
 from autopar.search.budget.lagrangian import fits
 from autopar.search.budget.min_peak import min_peak_recomputation
 from autopar.search.budget.pareto import Frontier
+from autopar.search.emitted.peak import peak_snapshot_of
 from autopar.search.formulation.memory_model import block_boundary_activations
-from autopar.search.peak import peak_snapshot_of
 from autopar.search.read_plan import plan_of
 from autopar.search.solver.highs import requested
 from autopar.search.solver.layer_mix import LayerMix

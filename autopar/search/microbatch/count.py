@@ -8,11 +8,11 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff, PrunedError
+from autopar.search.emitted.peak import least_state
 from autopar.search.finished_plan import joint_certificate
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job
 from autopar.search.padding import best_padded
-from autopar.search.peak import least_state
 from autopar.search.solver.highs import requested
 
 WORTH = 0.98

@@ -20,7 +20,7 @@ from autopar.ir.program import Program, RepeatedLayers
 from autopar.memory.recompute import uniform
 from autopar.passes import as_planned
 from autopar.pipeline.stage_graphs import StageGraphs, is_held_by_all
-from autopar.search.peak import unverified_in_stages
+from autopar.search.emitted.rewritten import unverified_in_stages
 from autopar.search.pipeline.cuts import forward_order, named_cuts
 from autopar.search.pipeline.shape import PipelineShape
 from autopar.search.pipeline.stage_devices import StageDevices

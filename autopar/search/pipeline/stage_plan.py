@@ -16,8 +16,8 @@ from autopar.passes import as_planned
 from autopar.passes.pipeline.scatter_sends import scatter_sends
 from autopar.pipeline.schedules import Order, device_of, splits
 from autopar.pipeline.stage_graphs import StageGraphs
+from autopar.search.emitted.rewritten import unverified
 from autopar.search.options import Search
-from autopar.search.peak import unverified
 from autopar.search.pipeline.cuts import ForwardOrder, balanced_cuts, forward_order, named_cuts, random_cuts
 from autopar.search.pipeline.shape import PipelineShape, ScheduledStages
 from autopar.search.pipeline.stage_devices import StageDevices, predicted_alone

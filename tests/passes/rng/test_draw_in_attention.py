@@ -19,8 +19,8 @@ from autopar.ir.program import Program, draws
 from autopar.passes import DETERMINISTIC_PASSES, PASSES, Pass
 from autopar.passes.rng.draw_in_attention import draw_in_attention
 from autopar.rules.shapes.kernel_shapes import called
+from autopar.search.emitted.peak import saved_for_backward
 from autopar.search.options import Search
-from autopar.search.peak import saved_for_backward
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
 from autopar.sharding.operator_cost import operator_work

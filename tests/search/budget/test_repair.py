@@ -19,9 +19,9 @@ from autopar.memory.recompute import class_of
 from autopar.search.budget.budget_problem import BudgetProblem, missing
 from autopar.search.budget.min_peak import min_peak_recomputation
 from autopar.search.budget.repair import repaired
+from autopar.search.emitted.peak import peak_snapshot_of
 from autopar.search.formulation.memory_model import block_boundary_activations
 from autopar.search.options import Job, Search
-from autopar.search.peak import peak_snapshot_of
 from autopar.sharding.dims import analyze
 from autopar.sharding.factor_kinds import from_parameters
 from autopar.sharding.layer_classes import LayerClasses, layer_classes

@@ -20,13 +20,13 @@ from autopar.ir.plan import Certificate
 from autopar.ir.program import Program
 from autopar.memory.liveness import MemoryPoint as Held
 from autopar.memory.liveness import memory_points
+from autopar.search.emitted.peak import state_bytes
 from autopar.search.formulation.build import Formulation, build
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.program_point import LiveRangeTable, ProgramPoint
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job
-from autopar.search.peak import state_bytes
 from autopar.search.read_plan import plan_of
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits, minimize

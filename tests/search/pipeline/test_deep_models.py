@@ -15,9 +15,9 @@ from autopar.errors import InfeasibleError
 from autopar.ir.node_info import info
 from autopar.ir.program import Program
 from autopar.search.budget.budget_problem import peak_bytes
+from autopar.search.emitted.rewritten import unverified, unverified_in_stages
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
-from autopar.search.peak import unverified, unverified_in_stages
 from autopar.search.pipeline.cuts import forward_order, named_cuts
 from autopar.sharding.dims import analyze
 

@@ -19,27 +19,12 @@ from autopar.ir.layout import item_bytes
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.memory.deep_models import peak_of_blocks
-from autopar.memory.liveness import MemoryPoint, memory_points, peak_memory, peak_snapshot
 from autopar.memory.peak_snapshot import PeakSnapshot
 from autopar.memory.recompute import uniform
-from autopar.passes import PASSES, run_passes
-from autopar.passes.pipeline.assign_stages import assign_stages
 from autopar.rules.shapes.local_shapes import propagate
+from autopar.search.emitted.rewritten import rewritten
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
-
-
-def unverified(program: Program, plan: Plan) -> Program:
-    """The rewritten graph, to be measured and not run: checking it after each pass would take most of the time."""
-    return run_passes(program, plan, PASSES, verified=False)
-
-
-def unverified_in_stages(program: Program, plans: Sequence[Plan]) -> list[Program]:
-    """The graphs under plans that differ in their stages alone: passes before `assign_stages` run once for all."""
-    # Passes before it do not look at stages.
-    first = PASSES.index(assign_stages)
-    alike = run_passes(program, plans[0], PASSES[:first], verified=False)
-    return [run_passes(alike, plan, PASSES[first:], verified=False) for plan in plans]
 
 
 def peak_of(program: Program, plan: Plan, classes: LayerClasses | None = None) -> dict[str, float]:
@@ -51,22 +36,18 @@ def peak_of(program: Program, plan: Plan, classes: LayerClasses | None = None) -
         classes: its layer classes, where they are known.
     """
     if program.repeat is None:
-        return peak_memory(unverified(program, plan), plan)
+        return dict(rewritten(program, plan).peak)
     classes = classes or layer_classes(program, analyze(program))
     shorter = program.repeat.shorter
-
-    def points(program: Program, part: Plan) -> list[MemoryPoint]:
-        return memory_points(unverified(program, part), part)
-
     # Layers may be treated in several ways; each part is the whole model treated in one of them.
     parts = [(share, part) for share, part in uniform(plan, classes.count) if share > 0]
-    known = [(share, points(program, part), points(shorter, part)) for share, part in parts]
+    known = [(s, rewritten(program, part).points, rewritten(shorter, part).points) for s, part in parts]
     return peak_of_blocks(known, program.repeat)
 
 
 def peak_snapshot_of(program: Program, plan: Plan, classes: LayerClasses) -> PeakSnapshot:
     """The peak tensor by tensor; of a deep model, the tensors are those of the few layers that were captured."""
-    found = peak_snapshot(unverified(program, plan), plan)
+    found = rewritten(program, plan).snapshot
     if program.repeat is None:
         return found
     held = peak_of(program, plan, classes)
