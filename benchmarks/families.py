@@ -37,8 +37,20 @@ SIZES: dict[str, Any] = {
 LATENT = {"num_key_value_heads": 4, "head_dim": None}
 """Further sizes where keys are latent, as in DeepSeek-V3: tried where the others do not fit together."""
 
-OWN = {"mamba2": {"head_dim": 16}}
-"""Sizes of families that give a name above another meaning."""
+SCANNED, ATTENDED, HYBRID = "linear_attention", "full_attention", "hybrid"
+OWN: dict[str, dict[str, Any]] = {
+    "mamba2": {"head_dim": 16},
+    "bamba": {"layer_types": None, "attn_layer_indices": [1]},
+    "dots1": {"n_shared_experts": 1},
+    "falcon_h1": {"layer_types": None, "mamba_d_ssm": 64},
+    "granitemoehybrid": {"layer_types": [SCANNED, ATTENDED], "num_hidden_layers": 2, "shared_intermediate_size": 32},
+    "lfm2": {"layer_types": ["conv", ATTENDED], "num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", ATTENDED], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "recurrent_gemma": {"layer_types": None, "block_types": ("recurrent", "attention"), "sliding_window": None},
+    "zamba2": {"layers_block_type": [SCANNED, HYBRID, SCANNED, HYBRID], "layer_types": None, "num_hidden_layers": 4,
+               "n_mamba_heads": 4, "mamba_ngroups": 1, "mamba_headdim": 16, "adapter_rank": 4, "head_dim": None},
+}  # fmt: skip
+"""Sizes of families that give a name above another meaning, or have names of their own; None: the family's default."""
 
 MOST = 3_000_000
 """Parameters beyond which a family is not tiny."""
@@ -56,7 +68,7 @@ def tiny(name: str, more: dict[str, Any]) -> Any:
     known = {*base.to_dict(), *base.attribute_map}
     sizes = {key: n for key, n in {**SIZES, **more}.items() if key in known and n is not None}
     kinds = list(dict.fromkeys((getattr(base, "layer_types", None) or ()) if "layer_types" in known else ()))
-    if kinds:
+    if kinds and "layer_types" not in more:
         sizes["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
         sizes["num_hidden_layers"] = len(sizes["layer_types"])
     torch.manual_seed(0)

@@ -206,7 +206,9 @@ class _Padding:
                 # Its tangent is padded, and both must have one layout.
                 wanted = dict.fromkeys(self.paddable(self.dims.type_of(value)), None)
             elif output.kind == "result":
-                wanted = dict.fromkeys(self.padding[producer(value)], None)
+                # Whoever takes a result cuts dims at their end: padding of parts that were joined is within.
+                places = {d: self.place(self.dims.type_of(value).dims[d]) for d in self.padding[producer(value)]}
+                wanted = {d: None for d, place in places.items() if place is not None and place.blocks == 1}
             if output.kind == "result" and wanted:
                 used["result", output.name] = self.dims.type_of(value).shape
             finals.append(self.with_padding(value, wanted, value))

@@ -51,8 +51,6 @@ _FORMER = (aten.cholesky,) if hasattr(aten, "cholesky") else ()
 ONE_MATRIX = {
     "mn->mn": (*_FORMER, aten.cholesky_inverse),
     "mn->mn,": (aten.linalg_cholesky_ex, aten.linalg_inv_ex),
-    "mn->,mn,k": (aten._linalg_det,),
-    "mn->,,mn,k": (aten._linalg_slogdet,),
     "mn->mn,k,": (aten.linalg_lu_factor_ex, aten.linalg_ldl_factor_ex),
     "mn->mk,kn": (aten.linalg_qr,),
     "mn->k,mn": (aten._linalg_eigh, aten.linalg_eig),
@@ -60,6 +58,10 @@ ONE_MATRIX = {
 }
 for _equation, _ops in ONE_MATRIX.items():
     rule(*(op.default for op in _ops))(batched(_equation))
+
+# Of a row-major matrix they factorize the transposed one, which gradients count on.
+rule(aten._linalg_det.default)(batched("mn->,mn,k", strides=ROW_MAJOR))
+rule(aten._linalg_slogdet.default)(batched("mn->,,mn,k", strides=ROW_MAJOR))
 
 rule(aten.linalg_matrix_exp.default)(batched("mn->mn", strides=ROW_MAJOR))
 rule(aten._linalg_svd.default)(batched("mn->mk,r,ln"))

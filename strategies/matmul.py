@@ -56,6 +56,17 @@ def vdot(a: Spec, b: Spec) -> Rule:
     return Rule("k,k->.", reduce="k", linear=EITHER, flops=2.0 * a.shape[0])
 
 
+# Distances of all pairs of rows: one vector, in which no order of pairs is a dim. Not discovered: on parts of its
+# arguments the kernel reads past their ends.
+rule(aten._pdist_forward.default)(lambda x, p=2.0: Rule("nm->k", blocked="nmk", strides=ROW_MAJOR))
+
+
+@rule(aten._pdist_backward.default)
+def pdist_backward(grad: Spec, x: Spec, p: float, distances: Spec) -> Rule:
+    """Columns are apart, given the distances."""
+    return Rule("k,nm,k->nm", blocked="nk", linear=((0,),), strides=ROW_MAJOR)
+
+
 @rule(aten._cdist_forward.default)
 def cdist(a: Spec, b: Spec, p: float, mode: int | None) -> Rule:
     """Distances between all rows of two matrices, for each element of a batch."""

@@ -308,6 +308,12 @@ _PACKED = (
     "output[torch.arange(len(lengths)), lengths - 1] is the last state; or "
 )
 
+_GROUPED = "set config._experts_implementation to 'grouped_mm', which loops over none; or "
+_STACKED = (
+    "stack the experts' weights and multiply tokens, sorted by expert, by groups (torch._grouped_mm), or all tokens by "
+    "all experts; or "
+)
+
 _REMEDIES = {
     "pack_padded_sequence": _PACKED,
     "pack_sequence": _PACKED,
@@ -332,9 +338,10 @@ def _explain(error: Exception) -> CaptureError:
     dynamic = "DataDependent" in kind or "DynamicOutputShape" in kind or "data-dependent" in text.lower()
     if dynamic or "Could not guard" in text or "_local_scalar_dense" in text:
         # A framework's loop over the experts that have tokens; it has other forms, too.
-        experts = "expert" in line and "transformers" in line
-        remedy = "" if not experts else "set config._experts_implementation to 'grouped_mm', which loops over none; or "
-        called = {f.name for f in traceback.extract_tb(error.__traceback__)}
+        stack = traceback.extract_tb(error.__traceback__)
+        called = {f.name for f in stack}
+        chosen = any(re.search(r"transformers[/\\]integrations[/\\]moe\.py", f.filename) for f in stack)
+        remedy = "" if "expert" not in line else _GROUPED if chosen else _STACKED
         remedy = next((r for name, r in _REMEDIES.items() if name in called), remedy)
         return CaptureError(
             f"control flow that depends on data{line}: one graph must serve every batch; {remedy}"
@@ -350,7 +357,7 @@ def _explain(error: Exception) -> CaptureError:
         return CaptureError(
             "the model keeps a tensor from one call to the next in a place that is no attribute of a module "
             "(parametrize.cached(), functools.lru_cache, a global dict), where a trace cannot undo that: call it "
-            "outside of cached(); keep it in an attribute or buffer; or clear the cache and call it once before parallelize()"
+            "outside of cached(); keep it in an attribute or buffer; or clear the cache and run it before parallelize()"
         )
     for part, reason in _REASONS:
         if part in text:

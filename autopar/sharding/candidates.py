@@ -59,7 +59,7 @@ def strategies(operator: Operator) -> tuple[Strategy, ...]:
         found += _letter_strategies(operator, letter)
     found += [s for letters in rule.joint if (s := _joint_strategy(operator, letters)) is not None]
     for i, linear in enumerate(rule.linear):
-        if any(operator.inputs[k].dtype == "bool" for k in linear):  # a sum of booleans is no boolean
+        if not _adds_up(operator, linear):
             continue
         # All sets at once, not their subsets: x + y is the sum of partial x and partial y, but not of partial x and
         # whole y.
@@ -68,6 +68,20 @@ def strategies(operator: Operator) -> tuple[Strategy, ...]:
             placements[k] = Partial()
         found.append(Strategy(f"P{i}", tuple(placements), (Partial(),) * outputs))
     return tuple(found)
+
+
+WRAPPING = frozenset(("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32"))
+"""Dtypes whose sums may be too large for them: 64 bits are taken to hold every sum."""
+
+
+def _adds_up(operator: Operator, linear: Sequence[int]) -> bool:
+    """Whether terms of sums may pass: the sum of booleans is no boolean, and a term that wraps is one modulo 256, say.
+
+    In its own dtype the sum of such terms is that of the whole; as a float it is not.
+    """
+    dtypes = {operator.inputs[k].dtype for k in linear}
+    made = {t.dtype for t in operator.outputs if t is not None}
+    return "bool" not in dtypes and (not dtypes & WRAPPING or made == dtypes)
 
 
 def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:

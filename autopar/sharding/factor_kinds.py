@@ -59,6 +59,13 @@ def sequence_factors(program: Program, dims: Dims) -> list[Factor]:
     return list(found.values())
 
 
+def rows_of_images(program: Program, dims: Dims) -> list[Factor]:
+    """The leading factor of the third dim of the batch tensors that are images, [sample, channel, row, column]."""
+    samples, types = _samples(program, dims), input_types(program, dims, "batch").values()
+    images = [t for t in types if len(t.dims) == 4 and t.shape[0] == samples and t.dims[2]]
+    return list({id(t.dims[2][0]): t.dims[2][0] for t in images}.values())
+
+
 def operator_types(node: fx.Node, program: Program, dims: Dims) -> Iterator[TensorType]:
     """Types of an operator's arguments and results; its `Operator` has those of the first call like it."""
     for source in program.sources[node]:
@@ -97,6 +104,46 @@ def blocked_factors(node: fx.Node, program: Program, dims: Dims) -> list[Factor]
     blocked = [operator.letters[c] for c in operator.rule.blocked if c in operator.letters]
     # Through the types of this very node, as above.
     return [f for x in blocked for i, d, j in x.inputs for f in types[i].dims[d][j : j + len(x.factors)]]
+
+
+def shared_factor(node: fx.Node, program: Program, dims: Dims) -> Factor | None:
+    """The leading factor of what all tensors of a product have, as the batch of `bmm`; None: it is none."""
+    rule, sources = dims.operators[node].rule, program.sources[node]
+    if not rule.reduce or len(sources) != 2:
+        return None
+    for letter in dims.operators[node].letters.values():
+        if len(letter.factors) and len(letter.inputs) == 2 and letter.outputs:
+            i, d, j = letter.inputs[0]
+            return dims.types[sources[i]].dims[d][j]
+    return None
+
+
+def batched_experts(program: Program, dims: Dims) -> tuple[list[Factor], frozenset[str]]:
+    """Factors along which experts are that compute all of their places at once, and names of the experts' weights.
+
+    Experts multiply what they are sent by a matrix each, in a product of batches of which one is a parameter's. A
+    parameter that makes a number for each expert has the factor, too, and is none of theirs: a router.
+    """
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    fixed, found = from_parameters(program), dict[int, Factor]()
+    for node in dims.operators:
+        made = [producer in fixed for producer, _ in program.sources[node]]
+        if sum(made) == 1 and (factor := shared_factor(node, program, dims)) is not None:
+            found[id(factor)] = factor
+    routers = set[fx.Node]()
+    for node, operator in dims.operators.items():
+        if operator.rule.reduce and not ids(filter(None, [shared_factor(node, program, dims)])) & found.keys():
+            routers |= {_origin(source, program) for source, _ in program.sources[node] if source in fixed}
+    named = {inputs[n].name for n in program.inputs_of("parameter") - routers
+             if factors_of([dims.types[n, 0]]).keys() & found.keys()}  # fmt: skip
+    return list(found.values()), frozenset(named)
+
+
+def _origin(node: fx.Node, program: Program) -> fx.Node:
+    """The parameter that something is computed from alone."""
+    while program.sources.get(node):
+        node = program.sources[node][0][0]
+    return node
 
 
 _ROUNDS = frozenset({float8.quantize, float8.block_quantize})

@@ -32,6 +32,8 @@ from autopar.ir.signature.outputs import Loss
 from autopar.verify.float64 import HALF_TO_FLOAT, cast_dtypes, default_dtype, in_dtype
 from autopar.verify.python_state import frozen, is_same, state_of
 
+aten = torch.ops.aten
+
 CALLS = 2
 """How often the model is called: the second call sees what the first has written to buffers and attributes."""
 
@@ -72,6 +74,8 @@ class _InDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = list(cast_dtypes(args, self.dtype)), cast_dtypes(kwargs or {}, self.dtype)
+        if func is aten._efficientzerotensor.default:  # torch would call operators on it without end, under a mode
+            func = aten.zeros.default
         if func in HALF_TO_FLOAT:
             args[HALF_TO_FLOAT[func]] = False
         for i, (value, argument) in enumerate(zip(args, func._schema.arguments, strict=False)):

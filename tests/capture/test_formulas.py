@@ -35,6 +35,15 @@ def _behind_the_end(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return functional.multilabel_margin_loss(y, named, reduction="none")
 
 
+def _windows_written(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    z = y[:, :3].clone()
+    z.unfold(1, 2, 2).mul_(2)
+    z.unfold(1, 1, 2).add_(1)
+    z.T.unfold(1, 2, 4).mul_(x[:3, :2].reshape(3, 2, 1).mT)
+    z.T.fill_diagonal_(3.0)
+    return z
+
+
 CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "labels behind the first -1": _behind_the_end,
     "covariance": lambda y, x, weight: torch.cov(y.T),
@@ -43,6 +52,9 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "variances": lambda y, x, weight: functional.gaussian_nll_loss(y, x, x.square(), full=True, reduction="none"),
     "variance of a row": lambda y, x, weight: functional.gaussian_nll_loss(y, x, y[:, 0].square()),
     "one matrix, many right sides": lambda y, x, weight: torch.linalg.solve(weight + 3, y.unsqueeze(-1)),
+    "determinant": lambda y, x, weight: y * torch.linalg.det(weight + 3) + torch.slogdet(weight.mT).logabsdet,
+    "determinants of other strides": lambda y, x, weight: y.T.reshape(2, 4, 4).mT.det(),
+    "windows and diagonals of views, written to": _windows_written,
     "eigenvalues, whose gradient checks a matrix": lambda y, x, weight: y @ torch.linalg.eig(weight)[0].abs(),
     "mean of a scalar's dim": lambda y, x, weight: y * functional.cosine_similarity(weight[0, 0], weight[1, 0], dim=0),
     "dims of a scalar": lambda y, x, weight: y * weight[0, 0].transpose(0, -1).flip(0).mean(0, keepdim=True),

@@ -112,6 +112,28 @@ def test_microbatches(ranks: Ranks, pins: dict[str, Any]) -> None:
     assert max(worst for worst, *_ in results) < TOLERANCE
 
 
+def train_batched(rank: int, name: str) -> tuple[float, int]:
+    """The largest difference of any loss, gradient or parameter, and how many experts' weights a rank has."""
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+    from tests.search.formulation.test_batched_experts import HIDDEN, skewed
+
+    parallel: Any = parallelize(
+        skewed(name), mesh_of(2, 2), cluster=slow_devices(), timeout=WAIT, search=Search(recipe="expert")
+    )
+    g = torch.Generator().manual_seed(0)
+    batches = [{"x": torch.randn(8, 8, HIDDEN, generator=g, dtype=torch.float64)} for _ in range(STEPS)]
+    return follow(parallel, skewed(name), batches), len(parallel.up.to_local())
+
+
+@pytest.mark.parametrize("name", ["dense", pytest.param("choice", marks=pytest.mark.deep)])
+def test_ranks_have_experts_in_batched_products(ranks: Ranks, name: str) -> None:
+    """All tokens are the first expert's: other ranks multiply zeros, or what is left."""
+    results = ranks.run(train_batched, name)
+    assert max(worst for worst, _ in results) < TOLERANCE
+    assert {experts for _, experts in results} == {1}  # of two, which the other axis shards
+
+
 def family(name: str) -> Any:
     """A tiny model of transformers in float64, whose grouped products take it."""
     import transformers

@@ -41,7 +41,7 @@ def steps(
         ("shifts", (2, 2), {"a": "context", "b": "context"}, {"recompute": "search"}),
         pytest.param("selective", (4,), {"a": "context"}, {}, marks=pytest.mark.deep),
         pytest.param("residual", (2, 2), {}, {}, marks=pytest.mark.deep),
-        pytest.param("image", (4,), {}, {}, marks=pytest.mark.deep),
+        ("image", (4,), {"a": "context"}, {}),
         pytest.param("recurrence", (2, 2), {"a": "data", "b": "context"}, {}, marks=pytest.mark.deep),
     ],
 )

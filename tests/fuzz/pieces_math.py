@@ -20,7 +20,7 @@ ALGEBRA = (
           "torch.linalg.lstsq(PPa, h.transpose(1, 2)).solution.transpose(1, 2)>>"),
     Piece("cholesky", SQUARE + "PPc = torch.linalg.cholesky(PPa)\nh = <<h @ PPc|torch.cholesky_solve(h.transpose(1, 2), "
           "PPc).transpose(1, 2)|torch.linalg.solve_triangular(PPc, h.transpose(1, 2), upper=False).transpose(1, 2)>>"),
-    Piece("determinant", SQUARE + "h = h + <<torch.linalg.slogdet(PPa)[1]|torch.logdet(PPa)|torch.linalg.det(PPa).log()>>[:, None, None]"),
+    Piece("determinant", SQUARE + "PPa = PPa + PPa.triu()\nh = h + <<torch.linalg.slogdet(PPa)[1]|torch.logdet(PPa)|torch.linalg.det(PPa).log()>>[:, None, None]"),
     Piece("matrix exponential", SQUARE + "h = h @ torch.matrix_exp((PPa * 0.1)<<|.transpose(1, 2)>>)"),
     Piece("eigenvalues", SQUARE + "h = h + torch.linalg.eigvalsh(PPa).sum(-1)[:, None, None]"),
     Piece("tensordot", "h = torch.tensordot(h, self.PPw, ([2], [0]))", "self.PPw = nn.Parameter(torch.randn(CC, CC))"),

@@ -108,6 +108,32 @@ def test_what_cannot_be_padded_gets_what_it_had() -> None:
             assert node.args[0 if "backward" not in str(node.target) else 1].meta["val"].shape[-1] == 8
 
 
+class Joined(nn.Module):
+    """Two padded parts beside each other, as a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.rand(3, 7)), nn.Parameter(torch.rand(3, 7))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        joined = torch.cat([self.a * x, self.b * x], -1)
+        return joined.sum(), joined, self.a * x
+
+
+def test_padding_within_a_result_is_cut_out() -> None:
+    """Who takes a result cuts its dims at their ends."""
+    x = torch.rand(3, 7)
+    program = program_of(Joined(), (x,))
+    after = pad(program, {"a": (3, 8), "b": (3, 8)})
+    assert after.used[("result", "2")] == (3, 7)
+    assert ("result", "1") not in after.used
+    values = global_values(program, Joined(), (x,))
+    longer = [with_padding(v, n.meta["val"].shape) for v, n in zip(values, after.placeholders, strict=True)]
+    for one, other in zip(run_whole(program, values), run_whole(after, longer), strict=True):
+        assert one is not None and other is not None
+        assert torch.allclose(without_padding(other, one.shape), one)
+
+
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_under_a_precision_policy(compute: torch.dtype) -> None:
     """Parameters are padded in float32 and computed with in half of it, as without padding."""

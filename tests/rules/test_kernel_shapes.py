@@ -56,3 +56,9 @@ def test_arguments_that_differ_are_told_apart() -> None:
     assert kernel_shapes.make(aten.sum.dim_IntList, (meta(2, 3), [1], 0), {}).shape == (2,)
     first, second = (kernel_shapes.make(aten.neg.default, (meta(2),), {}) for _ in range(2))
     assert storage_id(first) != storage_id(second)
+
+
+def test_an_operator_without_a_meta_kernel_is_called_on_zeros() -> None:
+    found = kernel_shapes.make(aten.geqrf.default, (meta(2, 5, 3),), {})
+    assert same(found, tuple(torch.geqrf(torch.rand(2, 5, 3))))
+    assert all(t.is_meta for t in found)

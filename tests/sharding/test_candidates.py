@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from torch import fx
@@ -37,6 +38,17 @@ def test_matrix_product() -> None:
 
 def test_nonlinear_operator_takes_no_partial() -> None:
     assert texts(strategies(operator("relu"))) == ["R: R -> R", "a.0: S(0.0) -> S(0.0)", "b.0: S(1.0) -> S(1.0)"]
+
+
+def test_partial_narrow_integers_stay_narrow() -> None:
+    """Terms that wrap add up to what the sum wraps to, in their own dtype alone."""
+    product = operator("mm")
+    for given, made, passes in (("int8", "int8", True), ("int8", "int64", False), ("int64", "float64", True)):
+        inputs = tuple(replace(t, dtype=given) for t in product.inputs)
+        outputs = tuple(t and replace(t, dtype=made) for t in product.outputs)
+        names = [s.name for s in strategies(replace(product, inputs=inputs, outputs=outputs))]
+        assert ("P0" in names) == passes
+        assert "k.0" in names
 
 
 def test_every_factor_of_a_letter() -> None:

@@ -45,19 +45,21 @@ def _definite(*shape: int) -> torch.Tensor:
 
 def linalg() -> Iterator[Sample]:
     a, b = _definite(2, 4, 3, 3), x(2, 4, 3, 2)
+    general = a + a.triu()  # with columns for rows it is another matrix
     for op in (
         *((aten.cholesky,) if hasattr(aten, "cholesky") else ()),  # until torch 2.13
         aten.cholesky_inverse,
-        aten.linalg_matrix_exp,
         aten.linalg_cholesky_ex,
-        aten.linalg_inv_ex,
+        aten.linalg_ldl_factor_ex,
     ):
         yield call(op.default, a)
-    for op in (aten._linalg_det, aten._linalg_slogdet, aten.linalg_lu_factor_ex, aten.linalg_ldl_factor_ex, aten.geqrf):
-        yield call(op.default, a)
+    for op in (aten.linalg_matrix_exp, aten.linalg_inv_ex, aten.linalg_lu_factor_ex, aten.geqrf):
+        yield call(op.default, general)
+    for op in (aten._linalg_det, aten._linalg_slogdet):
+        yield call(op.default, general)
     yield call(aten.linalg_qr.default, x(4, 3, 2))
     yield call(aten._linalg_eigh.default, a)
-    yield call(aten.linalg_eig.default, a)
+    yield call(aten.linalg_eig.default, general)
     yield call(aten._linalg_svd.default, x(4, 3, 2))
     yield call(aten.cholesky_solve.default, b, torch.linalg.cholesky(a))
     yield call(aten.linalg_solve_triangular.default, torch.linalg.cholesky(a[:, :1]), b, upper=False)
@@ -67,11 +69,14 @@ def linalg() -> Iterator[Sample]:
         yield call(aten.lu_unpack.default, *torch.linalg.lu_factor(a), data, pivots)
     yield call(aten.linalg_householder_product.default, x(4, 3, 2), x(4, 2))
     yield call(aten.ormqr.default, x(4, 3, 2), x(4, 2), x(4, 3, 2))
-    yield call(aten._linalg_solve_ex.default, a, b)
-    yield call(aten._linalg_solve_ex.default, a, b[..., 0])
-    yield call(aten._linalg_solve_ex.default, a[0, 0], x(3))
-    yield call(aten._linalg_solve_ex.default, a[0, 0], b)
+    yield call(aten._linalg_solve_ex.default, general, b)
+    yield call(aten._linalg_solve_ex.default, general, b[..., 0])
+    yield call(aten._linalg_solve_ex.default, general[0, 0], x(3))
+    yield call(aten._linalg_solve_ex.default, general[0, 0], b)
     yield call(aten.linalg_cross.default, x(4, 3, 2), x(1, 3, 2), dim=1)
+    yield call(aten._pdist_forward.default, x(4, 2), 1.5)
+    for p in (0.0, 1.0, 2.0, 1.5, float("inf")):
+        yield call(aten._pdist_backward.default, x(6), x(4, 2), p, torch.pdist(x(4, 2), p))
 
 
 def dims() -> Iterator[Sample]:

@@ -131,7 +131,50 @@ def gaussian_nll_loss(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-BY_FORMULA: dict[Any, Callable[..., torch.Tensor]] = {
+def _of_row_major(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A determinant of row-major matrices, as its rule has them: others have gradients of another formula."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = {k: v.contiguous() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items() if k != "out"}
+        return function(*(a.contiguous() for a in args), **{**kwargs, **named})
+
+    return call
+
+
+DETERMINANTS = tuple(
+    getattr(space, name)
+    for space in (torch, torch.Tensor, torch.linalg)
+    for name in ("det", "slogdet", "logdet")
+    if hasattr(space, name)
+)
+
+
+def fill_diagonal_(tensor: torch.Tensor, fill_value: float, wrap: bool = False) -> torch.Tensor:
+    """``torch.Tensor.fill_diagonal_``, which takes a view by strides: of a view that cannot be traced."""
+    if tensor.ndim != 2 or (wrap and tensor.shape[0] > tensor.shape[1]):
+        return tensor.fill_diagonal_(fill_value, wrap)
+    tensor.diagonal().fill_(fill_value)
+    return tensor
+
+
+def unfold(tensor: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    """``torch.Tensor.unfold`` of what windows cover: where one is written to, the trace has zeros for the rest."""
+    length = tensor.shape[dimension] if tensor.ndim else 0
+    if not 0 < size <= min(step, length):  # windows that overlap are not written to
+        return tensor.unfold(dimension, size, step)
+    d, count = dimension % tensor.ndim, (length - size) // step + 1
+    if size == step:
+        return tensor.narrow(d, 0, count * size).unfold(d, size, step)
+    if size == 1:
+        return tensor[(slice(None),) * d + (slice(None, None, step),)].unsqueeze(-1)
+    if count * step > length:
+        return tensor.unfold(dimension, size, step)
+    whole = tensor.narrow(d, 0, count * step)
+    steps: torch.Tensor = torch.unflatten(whole, d, (count, step))
+    return steps.narrow(d + 1, 0, size).movedim(d + 1, -1)
+
+
+BY_FORMULA: dict[Any, Callable[..., Any]] = {
     functional.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
     functional.multilabel_margin_loss: multilabel_margin_loss,
@@ -139,5 +182,8 @@ BY_FORMULA: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.cov: cov,
     torch.corrcoef: corrcoef,
     torch.Tensor.corrcoef: corrcoef,
+    torch.Tensor.fill_diagonal_: fill_diagonal_,
+    torch.Tensor.unfold: unfold,
+    **{function: _of_row_major(function) for function in DETERMINANTS},
 }
 """By function: what is traced in its place."""

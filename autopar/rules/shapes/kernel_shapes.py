@@ -47,10 +47,10 @@ def make(target: OpOverload, args: Any, kwargs: Any) -> Any:
 
 
 def _shapes_of(target: OpOverload, args: Any, kwargs: Any) -> Any:
-    """What a call returns, also of batch norm of one value a channel.
+    """What a call returns, also of operators that cannot be called on the meta device.
 
-    That has no unbiased variance, and the operator refuses it. A device may hold one value of many: what is emitted in
-    the operator's place computes the variance of the whole batch.
+    Batch norm of one value a channel has no unbiased variance, and the operator refuses it. A device may hold one value
+    of many: what is emitted in the operator's place computes the variance of the whole batch.
     """
     try:
         return target(*args, **kwargs)
@@ -59,6 +59,20 @@ def _shapes_of(target: OpOverload, args: Any, kwargs: Any) -> Any:
         # Twice the batch: the shapes of statistics do not depend on it.
         result = target(torch.cat([x, x]), *args[1:], **kwargs)
         return (torch.empty_like(x), *result[1:])
+    except NotImplementedError:  # histograms, QR by reflectors: of these torch has kernels alone
+        return _like_each(target(*_like_each(args, "cpu"), **_like_each(kwargs, "cpu")), "meta")
+
+
+def _like_each(value: Any, device: str) -> Any:
+    """Tensors of zeros on a device in place of all in a value: what fake tensors call kernels on, too."""
+    if isinstance(value, torch.Tensor):
+        shape, stride, dtype = _described(value)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+    if isinstance(value, dict):
+        return {name: _like_each(v, device) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_like_each(v, device) for v in value)  # type: ignore[call-arg, unused-ignore]
+    return value
 
 
 def with_required_strides(target: Any, rule: Rule, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

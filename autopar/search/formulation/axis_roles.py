@@ -8,8 +8,10 @@ role        operators                                              parameters
 data        split along the batch, where they have it              replicated
 optimizer   split along the batch, where they have it              split, and gathered for use; gradients all-reduced
 shard       split along the batch, where they have it              split, and gathered for use; gradients scattered
-expert      split along the batch; rows go to their experts        those of experts split along these, else replicated
-context     split along the sequence, where they have it           as shard
+expert      split along the batch, or where experts are at work    those of experts split along these, else replicated
+            along these: rows go to their experts
+context     split along the sequence, where they have it; behind   as shard
+            what has lost it, as the search decides
 tensor      split along the tensor-parallel factors                split along those factors, else replicated
 sequence    as tensor; along the sequence between the linears      as tensor
 local       see `autopar.search.formulation.local_axes`            each worker has its own
@@ -34,11 +36,12 @@ from autopar.ir.layout import ByExpert, Factor, Layout, Placement, Replicate, Sp
 from autopar.ir.program import Program
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.tensor_parallel import tensor_factors
-from autopar.sharding.candidates import BY_EXPERT, REPLICATE, layouts, split_parts, strategies
+from autopar.sharding.candidates import BY_EXPERT, REPLICATE, candidates, layouts, split_parts, strategies
 from autopar.sharding.dims import Dims
 from autopar.sharding.factor_kinds import (
     Ids,
     batch_factors,
+    batched_experts,
     blocked_factors,
     factors_of,
     from_parameters,
@@ -46,7 +49,9 @@ from autopar.sharding.factor_kinds import (
     input_types,
     into_gradients,
     operator_types,
+    rows_of_images,
     sequence_factors,
+    shared_factor,
     split_factors,
 )
 from autopar.sharding.layer_classes import LayerClasses
@@ -75,6 +80,8 @@ class RoleFactors:
         sequence: positions are along these; empty where no axis splits the sequence.
         hidden: the other factors of weights that have a tensor-parallel one.
         experts: the weights of a mixture's experts are along these.
+        weights: names of these weights, where batched products multiply all places of an expert; empty where grouped
+            products multiply sorted rows.
     """
 
     batch: Ids
@@ -82,6 +89,7 @@ class RoleFactors:
     sequence: Ids
     hidden: Ids
     experts: Ids
+    weights: frozenset[str] = frozenset()
 
 
 def by_roles(
@@ -111,7 +119,7 @@ def by_roles(
     sizes = tuple(axes.values())
     # Operators that only transform parameters or gradients may follow their shards, off the batch.
     casts, sums = from_parameters(program), into_gradients(program)
-    loops = _in_loops(program, dims, factors.sequence) if CONTEXT in roles else set()
+    behind = _behind_sequence(program, dims, factors.sequence) if CONTEXT in roles else set()
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     placements: dict[tuple[str, str], tuple[Placement | None, ...]] = {}
     allowed: dict[str, tuple[frozenset[str] | None, ...]] = {}
@@ -119,13 +127,17 @@ def by_roles(
         node = members[0]
         if node in dims.operators:
             chain = node in casts or node in sums
-            chains = {SHARD: chain, EXPERT: chain, CONTEXT: chain or node in loops, OPTIMIZER: node in casts}
-            allowed[key] = tuple(
-                _allowed(node, program, dims, role, factors, chains.get(str(role), False)) for role in roles
-            )
+            chains = {SHARD: chain, EXPERT: chain, CONTEXT: chain or node in behind, OPTIMIZER: node in casts}
+            found = [_allowed(node, program, dims, role, factors, chains.get(str(role), False)) for role in roles]
+            if CONTEXT in roles and not len(candidates(dims.operators[node], sizes, _named(found, node, dims)).choice):
+                # Devices may have fewer positions than their neighbors lack, of a long kernel.
+                found = [None if role == CONTEXT else names for role, names in zip(roles, found, strict=True)]
+            allowed[key] = tuple(found)
         elif node in inputs and inputs[node].kind in ("parameter", "batch"):
             find = _batch_layout if inputs[node].kind == "batch" else _parameter_layout
-            layout = find(dims.types[node, 0], roles, sizes, factors)
+            router = factors.weights and inputs[node].name not in factors.weights
+            known = replace(factors, experts=ids(())) if router else factors
+            layout = find(dims.types[node, 0], roles, sizes, known)
             open_ = tuple(None if role is None else p for role, p in zip(roles, layout, strict=True))
             placements.update({(inputs[n].kind, inputs[n].name): open_ for n in members})
     # ZeRO-1 all-reduces gradients, although a reduce-scatter would do for its shards: that is what it is.
@@ -135,19 +147,28 @@ def by_roles(
     return replace(restrictions, strategies=allowed, placements=placements)
 
 
-def _in_loops(program: Program, dims: Dims, sequence: Ids) -> set[fx.Node]:
-    """Operators of loops over positions, from those that pick single ones to those that put them together again.
+def _named(allowed: Sequence[frozenset[str] | None], node: fx.Node, dims: Dims) -> list[frozenset[str]]:
+    """Strategies that an operator may take on each axis, all of them by name."""
+    every = frozenset(s.name for s in strategies(dims.operators[node]))
+    return [every if names is None else names for names in allowed]
 
-    None of them can be split along the sequence: the search may split them along heads or channels.
+
+def _behind_sequence(program: Program, dims: Dims, sequence: Ids) -> set[fx.Node]:
+    """Operators without positions that compute from what has them: on loops, tokens that were picked, latents, slots.
+
+    None of them can be split along the sequence: the search may split them along heads, channels or what else they
+    have, where the same on all devices would take longer.
     """
-    picked, found = set[fx.Node](), set[fx.Node]()
+    last, found = set[fx.Node](), set[fx.Node]()
     for node in dims.operators:
         if factors_of(operator_types(node, program, dims)).keys() & sequence:
-            if not sequence & ids(split_factors(node, program, dims).values()):
-                picked.add(node)
-        elif any(source in picked or source in found for source, _ in program.sources[node]):
+            made = (dims.types[node, i] for i in range(len(dims.operators[node].outputs)) if (node, i) in dims.types)
+            split = sequence & ids(split_factors(node, program, dims).values())
+            if not (split and factors_of(made).keys() & sequence):
+                last.add(node)
+        elif any(source in last or source in found for source, _ in program.sources[node]):
             found.add(node)
-    return picked | found
+    return last | found
 
 
 def _gradients(program: Program, classes: LayerClasses) -> set[str]:
@@ -172,10 +193,11 @@ def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
         raise InfeasibleError(
             f"{uneven[0]} samples do not divide along {along}; take a batch of a multiple of {parts}, or smaller axes"
         )
-    experts = ids(_experts(program, dims, axes, roles))
+    along_experts, weights = _experts(program, dims, axes, roles)
+    experts = ids(along_experts)
     sequence = _sequence(program, dims, axes, roles)
     if not {TENSOR, SEQUENCE} & set(roles):
-        return RoleFactors(ids(batch), ids(()), ids(sequence), ids(()), experts)
+        return RoleFactors(ids(batch), ids(()), ids(sequence), ids(()), experts, weights)
     parts, along = _extent(axes, roles, TENSOR, SEQUENCE)
     tensor = tensor_factors(program, dims, parts)
     if not tensor:
@@ -188,7 +210,7 @@ def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
     for type_ in input_types(program, dims, "parameter").values():
         if any(chosen & ids(dim) for dim in type_.dims):
             hidden |= ids(f for dim in type_.dims if not chosen & ids(dim) for f in dim)
-    return RoleFactors(ids(batch), chosen, ids(sequence), hidden, experts)
+    return RoleFactors(ids(batch), chosen, ids(sequence), hidden, experts, weights)
 
 
 def _sequence(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> list[Factor]:
@@ -199,7 +221,9 @@ def _sequence(program: Program, dims: Dims, axes: Mapping[str, int], roles: Role
     """
     if not {SEQUENCE, CONTEXT} & set(roles):
         return []
-    found = sequence_factors(program, dims)
+    found, kind = sequence_factors(program, dims), "positions"
+    if not found and SEQUENCE not in roles:
+        found, kind = rows_of_images(program, dims), "rows"
     parts, along = _extent(axes, roles, SEQUENCE, CONTEXT)
     other = "role 'tensor'" if SEQUENCE in roles else "role 'shard'"
     chosen = ids(found)
@@ -211,7 +235,7 @@ def _sequence(program: Program, dims: Dims, axes: Mapping[str, int], roles: Role
             where = _chunks(dim, program, dims)
             factors = " x ".join(str(f.size) for f in dim)
             raise InfeasibleError(
-                f"the sequence ({length} positions of batch tensor {name}) cannot be split along {along}: {where} "
+                f"the sequence ({length} {kind} of batch tensor {name}) cannot be split along {along}: {where} "
                 f"computes it as {factors}, of which only the first number can be split, and {parts} does not "
                 f"divide {pieces}; use {other}, or a smaller axis"
             )
@@ -230,31 +254,34 @@ def _chunks(dim: Sequence[Factor], program: Program, dims: Dims) -> str:
     return "the model"
 
 
-def _experts(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> list[Factor]:
-    """The factors along which weights of experts are, if an axis splits them.
+def _experts(
+    program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles
+) -> tuple[list[Factor], frozenset[str]]:
+    """The factors along which weights of experts are, if an axis splits them, and `RoleFactors.weights`.
 
     Raises:
         InfeasibleError: there are none, or axes do not divide them.
     """
     if EXPERT not in roles:
-        return []
+        return [], frozenset()
     parts, along = _extent(axes, roles, EXPERT)
-    found = []
+    found, weights = list[Factor](), frozenset[str]()
     for node, operator in dims.operators.items():
         for strategy in strategies(operator) if operator.rule.counts else ():
-            if not strategy.owned:
-                continue
-            if strategy.owned % parts:
-                raise InfeasibleError(f"{strategy.owned} experts do not divide along {along}; take a smaller axis")
-            placed = zip(strategy.inputs, program.sources[node], strict=True)
-            found += [dims.types[v].dims[p.dim][0] for p, v in placed if type(p) is Split]
+            if strategy.owned:
+                placed = zip(strategy.inputs, program.sources[node], strict=True)
+                found += [dims.types[v].dims[p.dim][0] for p, v in placed if type(p) is Split]
+    if not found:
+        found, weights = batched_experts(program, dims)
     if not found:
         raise InfeasibleError(
-            f"no experts to split along {along}: that takes a mixture of experts whose tokens are sorted by expert for "
-            "grouped products, in an order that nothing else reads; where products with one-hot tensors send tokens, "
-            "leave the role out, and pin the experts' weights to S(0)"
+            f"no experts to split along {along}: that takes weights that are one tensor [expert, ...], in grouped "
+            "products of tokens that are sorted by expert, in an order that nothing else reads, or in batched ones, of "
+            "one an expert; stack the weights of experts that are modules of a list, or take role 'shard'"
         )
-    return found
+    if uneven := [f.size for f in found if f.size % parts]:
+        raise InfeasibleError(f"{uneven[0]} experts do not divide along {along}; take a smaller axis")
+    return found, weights
 
 
 def _extent(axes: Mapping[str, int], roles: Roles, *which: str) -> tuple[int, str]:
@@ -290,6 +317,9 @@ def _allowed(
     if owned := frozenset(s.name for s in every if s.name[-1] == BY_EXPERT[ByExpert] and s.name[:-1] in tokens):
         # Products are where the weights are; what is beside them may be on either side of an exchange.
         return owned if dims.operators[node].rule.counts else owned | tokens
+    if role == EXPERT and factors.weights and (experts := along(factors.experts)):
+        # Whether tokens are gathered before what makes rows of them, or rows are sent, is a matter of sizes.
+        return experts if id(shared_factor(node, program, dims)) in factors.experts else experts | tokens
     if role == CONTEXT:
         positions = along(factors.sequence)
         # Keys stay whole on the axis where queries are split, or heads are split for as long.
