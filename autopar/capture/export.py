@@ -356,8 +356,8 @@ def _explain(error: Exception) -> CaptureError:
     if "Unexpected fake buffer" in text:
         return CaptureError(
             "the model keeps a tensor from one call to the next in a place that is no attribute of a module "
-            "(functools.lru_cache, a global dict), where a trace cannot undo that: keep it in an attribute or buffer, "
-            "or clear the cache and call the model once before parallelize(), so that the cache has it"
+            "(parametrize.cached(), functools.lru_cache, a global dict), where a trace cannot undo that: call it "
+            "outside of cached(); keep it in an attribute or buffer; or clear the cache and run it before parallelize()"
         )
     for part, reason in _REASONS:
         if part in text:

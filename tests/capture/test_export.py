@@ -19,6 +19,7 @@ from autopar.compiler import program_of
 from autopar.errors import CaptureError, MissingRuleError
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.signature import pytree
+from autopar.parallelize import parallelize
 from autopar.sharding.dims import analyze
 from autopar.verify.emulate import run_whole
 from tests import models
@@ -500,3 +501,9 @@ def test_what_looks_at_lengths_says_what_to_write(model: nn.Module, remedy: str)
     with pytest.raises(CaptureError) as error:
         capture(model, (torch.randn(6, 4, 3) if isinstance(model, Ctc) else torch.randn(4, 6, 3), torch.full((4,), 6)))
     assert "depends on data at" in str(error.value) and remedy in str(error.value)
+
+
+def test_cached_parametrizations_are_named() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    with nn.utils.parametrize.cached(), pytest.raises(CaptureError, match=r"call it outside of cached\(\)"):
+        parallelize(layer, None, loss_fn=lambda y, _: y.mean())(torch.ones(2, 2))
