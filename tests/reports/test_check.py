@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import compiler
 from autopar.errors import VerifyError
-from autopar.module import check_first
+from autopar.module.call import check_first
 from autopar.search.options import Search
 
 X = torch.linspace(-1, 1, 64).view(8, 8).sin()

@@ -42,7 +42,7 @@ def test_a_region_takes_the_longest_of_its_rows() -> None:
     program, _, _ = models.captured("llama", layers=2)
     regions = regions_of(program)
     (first, second), (last, before) = regions.opening, regions.closing
-    middle = next(r for r in regions.units if r not in (first, second, last, before))
+    middle = next(r for r in regions.units if r not in (first, second, last, before, regions.turning))
     kinds = {"blocking": BLOCKING, "waited": WAITED, "gather": GATHER, "gradient": GRADIENT, "chunked": CHUNKED}
     numbers = {"kernels": KERNELS, "filling": FILLING} | {name: feature(kind, 0, 1) for name, kind in kinds.items()}
 
@@ -65,6 +65,7 @@ def test_a_region_takes_the_longest_of_its_rows() -> None:
     assert seconds(kernels=3, blocking=1, chunked=5) == 6
     assert seconds(kernels=3, region=first, gather=2) == 4  # the first of two blocks hides behind nothing
     assert seconds(kernels=3, region=last, gradient=2) == 4  # nor does the last one
+    assert seconds(kernels=3, region=regions.turning, gather=2) == 4  # nor what is gathered again for the head
     # A unit of the neighbour is gathered beside the first region, or reduced beside the last one.
     assert seconds(kernels=3, region=second, gather=4) == 3 + 2
     assert seconds(kernels=3, region=before, gradient=4) == 3 + 2
