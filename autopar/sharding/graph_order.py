@@ -89,9 +89,3 @@ def gradient_moves(program: Program) -> list[fx.Node]:
             if node.target in _KEEPS_VALUES:
                 found.add(node)
     return [n for n in program.graph.graph.nodes if n in found and info(n).collective is not None]
-
-
-def blocking_collectives(program: Program) -> set[fx.Node]:
-    """Collectives that kernels wait for: they bring neither parameters nor gradients."""
-    others = {*parameter_only(program), *gradient_moves(program)}
-    return {n for n in program.graph.graph.nodes if info(n).collective is not None and n not in others}

@@ -21,7 +21,7 @@ from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, draws
 from autopar.sharding.assignment import machine_of
-from autopar.sharding.graph_order import blocking_collectives, reorder
+from autopar.sharding.graph_order import gradient_moves, parameter_only, reorder
 from autopar.sharding.node_seconds import NodeSeconds
 
 
@@ -30,25 +30,25 @@ def fill_waits(program: Program, plan: Plan) -> Program:
     if not plan.overlap:
         return program
     graph, seconds = program.graph.graph, NodeSeconds(machine_of(plan))
-    blocking = blocking_collectives(program)
+    others = {*parameter_only(program), *gradient_moves(program)}
+    blocking = {n: c for n in graph.nodes if (c := info(n).collective) is not None and n not in others}
+    if not blocking:
+        return program
     ahead: set[fx.Node] = set()  # of a collective that blocks
-    for node in reversed(graph.nodes) if blocking else ():
+    for node in reversed(graph.nodes):
         if node in blocking or any(u in ahead for u in node.users):
             ahead.add(node)
     position = {n: float(i) for i, n in enumerate(graph.nodes) if n.op not in ("placeholder", "output")}
     window: list[fx.Node] = []
-    filled = False
-    for node in list(position) if blocking else ():
+    for node in list(position):
         if node in blocking:
-            made = info(node).collective
-            left = 0.0 if made is None else seconds.collective(made)
+            left = seconds.collective(blocking[node])
             # The last of them, and no more than it takes: gradients that are late are sent late.
             while window and left > 0:
-                position[window[-1]], filled = position[node] + 0.5, True
+                position[window[-1]] = position[node] + 0.5
                 left -= seconds.kernel(window.pop())[0]
             window = []
         elif is_backward(node) and node not in ahead and not info(node).collective and not draws(node):
             window.append(node)
-    if filled:
-        reorder(graph, position)
+    reorder(graph, position)
     return program

@@ -33,7 +33,7 @@ from autopar.ir.ops.collectives import Collective, c10d, waits_for
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
 from autopar.sharding.assignment import machine_of
-from autopar.sharding.graph_order import blocking_collectives, gradient_moves, parameter_only, reorder
+from autopar.sharding.graph_order import gradient_moves, parameter_only, reorder
 from autopar.sharding.node_seconds import NodeSeconds
 
 aten = torch.ops.aten
@@ -64,22 +64,23 @@ class _Schedule:
         self.seconds = NodeSeconds(machine_of(plan))
         self.blocks: dict[int, str | None] = {}
         # What is computed from a gradient that has been sent hides nothing: it waits for it, too.
-        behind = set(self.moves)
+        moves = set(self.moves)
+        behind = set(moves)
         for node in self.nodes:
             if any(a in behind for a in node.all_input_nodes):
                 behind.add(node)
         self.blocking: dict[str, list[int]] = defaultdict(list)  # by axis: where kernels wait for one
         # By when the compute stream has come to each node, if it waits for no parameter and for no gradient.
         self.clock, over = [0.0], dict[fx.Node, float]()
-        blocking = blocking_collectives(program)
         for i, node in enumerate(self.nodes):
             now, awaited = self.clock[-1], max((over[a] for a in node.all_input_nodes if a in over), default=0.0)
-            if node in blocking:
-                self.blocking[_collective(node).axis].append(i)
-                over[node] = now + self.seconds.collective(_collective(node))
+            made = info(node).collective
+            if made is not None and node not in self.static and node not in moves:
+                self.blocking[made.axis].append(i)
+                over[node] = now + self.seconds.collective(made)
             elif node.target in (operator.getitem, c10d.wait_tensor.default):
                 over[node] = awaited
-            elif info(node).collective is None and node not in behind:
+            elif made is None and node not in behind:
                 now = max(now, awaited) + self.seconds.kernel(node)[0]
             self.clock.append(now)
 
@@ -177,7 +178,7 @@ class _Schedule:
         missing = Counter(move for moves in behind.values() for move in moves)
         ready = [(self.position[n], i, n) for i, n in enumerate(self.moves) if not missing[n]]
         number = {n: i for i, n in enumerate(self.moves)}
-        held_up = set[fx.Node]()
+        yielded = set[fx.Node]()
         # In the order of their issue: a link takes what comes first, whatever axis it came from.
         while ready:
             _, _, node = heapq.heappop(ready)
@@ -188,8 +189,8 @@ class _Schedule:
             # Not much later: its gradient is in memory until then.
             queued = max(free.get(made.axis, 0.0) - self._time(at), 0.0)
             behind_others = self._let_first(at, made.axis, queued + took, self._time(at) + queued + took)
-            if node not in held_up and behind_others > at:
-                held_up.add(node)
+            if node not in yielded and behind_others > at:
+                yielded.add(node)
                 self.position[node] = behind_others
                 heapq.heappush(ready, (behind_others, number[node], node))
                 continue

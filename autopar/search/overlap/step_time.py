@@ -8,11 +8,11 @@ weights are computed. All else hides. So a region takes at least, and with the o
 
     max(K + F + B, K + B + W, P + G + W + B + C + I on each axis)
 
-What is gathered for the first unit of a step, or again for the first of its backward pass, hides behind nothing, and
-what is gathered for the first unit of the next region, such as the first of all blocks, behind kernels of the first
-region alone: it counts there. Likewise gradients of the last unit are reduced behind nothing, and those of the last
-unit of the region before beside the last region. In a pipeline each graph of a stage begins, and the last one of a
-step ends, in such a way. ``I`` is sent within operators, as in a ring of attention: what of it their own kernels do
+What is gathered for the first unit of a step, or re-gathered for the first of its backward pass, hides behind nothing,
+and what is gathered for the first unit of the next region, such as the first of all blocks, behind kernels of the
+first region alone: it counts there. Likewise gradients of the last unit are reduced behind nothing, and those of the
+last unit of the region before beside the last region. In a pipeline each graph of a stage begins, and the last one of
+a step ends, in such a way. ``I`` is sent within operators, as in a ring of attention: what of it their own kernels do
 not hide is in ``K``, but a link that it takes is taken; the search leaves it out. Of what else hides, the first two
 rows have the share for which its link occupies the device (`autopar.costs.device.Link`). Sums of ``m`` microbatches
 are reduced during the last of them: ``(K + F + B) (m - 1) / m + G`` is another row on each axis.

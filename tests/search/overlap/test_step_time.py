@@ -65,7 +65,7 @@ def test_a_region_takes_the_longest_of_its_rows() -> None:
     assert seconds(kernels=3, blocking=1, chunked=5) == 6
     assert seconds(kernels=3, region=first, gather=2) == 4  # the first of two blocks hides behind nothing
     assert seconds(kernels=3, region=last, gradient=2) == 4  # nor does the last one
-    assert seconds(kernels=3, region=regions.turning, gather=2) == 4  # nor what is gathered again for the head
+    assert seconds(kernels=3, region=regions.turning, gather=2) == 4  # nor does what is re-gathered for the head
     # A unit of the neighbour is gathered beside the first region, or reduced beside the last one.
     assert seconds(kernels=3, region=second, gather=4) == 3 + 2
     assert seconds(kernels=3, region=before, gradient=4) == 3 + 2
