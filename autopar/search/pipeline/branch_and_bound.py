@@ -45,13 +45,6 @@ LIMITS = 5
 """So many time limits of one search are for all pipelines together, once a plan is known."""
 
 
-Counts = tuple[tuple[int, tuple[PipelineShape, ...]], ...]
-"""Numbers of microbatches in the order in which they are tried, each with the shapes that may have it.
-
-The shapes lie on one mesh along one axis, and differ in the number of stages on a device.
-"""
-
-
 def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
     """The fastest plan with the stages that are asked for; where they are searched, with or without.
 
@@ -72,9 +65,10 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
     if tree.search.stages_open:
         least = tree.kernels_without_stages()
         expand = partial(_plan_without_stages, tree)
-        tree.open.append(Subproblem(least.typical, least.bound, expand, least.bound, unplanned=1))
-    for counts_of_mesh in _counts(tree):
-        _open_microbatches(tree, counts_of_mesh, 0)
+        rows = tree.rows_of_device(1, 1)
+        tree.open.append(Subproblem(least.typical, least.bound, expand, least.bound, unplanned=rows))
+    for count, shapes_of_mesh in _counts(tree):
+        _open_microbatches(tree, count, shapes_of_mesh)
     while not tree.is_late() and (node := tree.next()) is not None:
         try:
             node.expand()
@@ -83,8 +77,8 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
     return _result(tree)
 
 
-def _counts(tree: SearchTree) -> list[Counts]:
-    """For each mesh and axis that stages may lie on, the microbatches that are tried; of a random plan one of each."""
+def _counts(tree: SearchTree) -> list[tuple[int, tuple[PipelineShape, ...]]]:
+    """Numbers of microbatches, each with the shapes on one mesh and axis that may have it; of a random plan one."""
     shapes, seed = [a for a in tree.shapes if _has_enough_layers(tree, a)], tree.search.seed
     if tree.random and shapes:
         shapes = [shapes[seed % len(shapes)]]
@@ -97,7 +91,7 @@ def _counts(tree: SearchTree) -> list[Counts]:
         numbers = sorted({n for each in allowed.values() for n in each})
         if tree.random:
             numbers = [numbers[seed % min(len(numbers), 3)]]  # of many, each microbatch would have few samples
-        found.append(tuple((n, tuple(a for a in own if n in allowed[a])) for n in numbers))
+        found += [(n, tuple(a for a in own if n in allowed[a])) for n in numbers]
     return found
 
 
@@ -113,13 +107,14 @@ def _has_enough_layers(tree: SearchTree, a: PipelineShape) -> bool:
 
 def _plan_without_stages(tree: SearchTree) -> None:
     """Plan the whole model on all devices, in whatever memory; that within the budget is left open."""
-    free = flat_in_any_memory(tree.program, tree.job)
+    free = flat_in_any_memory(tree.program, replace(tree.job, rough=tree.is_rough))
     tree.flat = own = free.certificate
     if tree.memory is None:
         tree.add(free)
         return
     expand = partial(_fit_without_stages, tree)
     seconds = free.predicted.step_seconds
+    tree.compare(seconds, tree.kernels_without_stages(), None, tree.rows_of_device(1, free.microbatches))
     tree.open.append(Subproblem(seconds, own.lower_bound, expand, own.checked, unmeasured=True))
 
 
@@ -134,58 +129,36 @@ def _fit_without_stages(tree: SearchTree) -> None:
     tree.flat = found.certificate
 
 
-def _open_microbatches(tree: SearchTree, numbers: Counts, i: int) -> None:
-    """Leave the next number of microbatches on a mesh open.
-
-    They are opened one after the other: the plan for one number bounds the plans for its multiples.
-
-    Args:
-        tree: grows.
-        numbers: of microbatches.
-        i: which of them; after the last there is nothing to do.
-    """
-    if i >= len(numbers):
-        return
-    count, shapes = numbers[i]
+def _open_microbatches(tree: SearchTree, count: int, shapes: tuple[PipelineShape, ...]) -> None:
+    """Leave a number of microbatches on a mesh open; the shapes differ in the number of stages on a device."""
+    first, devices = shapes[0], math.prod(shapes[0].inside.values())
     for a in shapes:
         tree.tried.setdefault(a, []).append(count)
-    # In more microbatches the devices of a stage are not faster.
-    coarser = [p for (mesh, n), p in tree.free.items() if mesh == shapes[0].mesh and count % n == 0]
-    devices, kernels = shapes[0].devices, tree.kernels(shapes[0], count)
+    kernels = tree.kernels(first, count)
     least = kernels.bound * min(idle_factor(a, count, tree.speeds(a), tree.alone) for a in shapes)
-    least_bubble = min(bubble(a, name, count, tree.alone) for a in shapes for name in a.schedules)
-    alike = max(coarser, key=lambda p: p.certificate.lower_bound, default=None)
-    bound, seconds = least, kernels.typical * (1 + least_bubble)
-    checked: float | None = least
-    if alike is not None:
-        bound = max(least, alike.certificate.lower_bound / devices)
-        checked = None if alike.certificate.checked is None else max(least, alike.certificate.checked / devices)
-        seconds = alike.predicted.step_seconds / devices * (1 + least_bubble)
-    expand = partial(_plan_stage_devices, tree, numbers, i)
-    unplanned = devices if alike is None else 0
-    tree.open.append(Subproblem(max(bound, seconds), bound, expand, checked, unplanned=unplanned))
+    seconds = kernels.typical * (1 + min(bubble(a, name, count, tree.alone) for a in shapes for name in a.schedules))
+    expand = partial(_plan_stage_devices, tree, count, shapes)
+    tree.open.append(Subproblem(
+        max(least, seconds), least, expand, least, unplanned=tree.rows_of_device(first.devices, count),
+        recomputed=tree.recomputed(devices, count), of=(first.mesh, count),
+    ))  # fmt: skip
 
 
-def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
+def _plan_stage_devices(tree: SearchTree, count: int, shapes: tuple[PipelineShape, ...]) -> None:
     """Plan the devices of a stage, if they had the whole model and any memory.
 
     Raises:
         InfeasibleError: the model does not allow it.
     """
-    count, shapes = numbers[i]
     first = shapes[0]  # the devices of a stage are the same for all
     tree.say(f"{first.devices} devices along {first.axis}, {count} microbatches")
-    try:
-        possible = [(a, allowed) for a in shapes if (allowed := _allowed(tree, a, count))]
-        if not possible:
-            return
-        part = microbatch_program(tree.program, count, deterministic=tree.job.deterministic)
-        # A search of a deep model takes long, and its plan is seldom within a budget.
-        if tree.memory is not None and tree.program.repeat is not None and not tree.search.check:
-            tree.rough[first.mesh, count] = possible
-        _plan_in_any_memory(tree, part, possible)
-    finally:  # also where this number of microbatches is not possible
-        _open_microbatches(tree, numbers, i + 1)
+    possible = [(a, allowed) for a in shapes if (allowed := _allowed(tree, a, count))]
+    if not possible:
+        return
+    part = microbatch_program(tree.program, count, deterministic=tree.job.deterministic)
+    if tree.is_rough:
+        tree.rough[first.mesh, count] = possible
+    _plan_in_any_memory(tree, part, possible)
 
 
 def _plan_in_any_memory(tree: SearchTree, part: Program, possible: Possible) -> None:
@@ -201,14 +174,16 @@ def _plan_in_any_memory(tree: SearchTree, part: Program, possible: Possible) -> 
     free = best_padded(tree.program, part, replace(tree.job_inside(first), rough=key in tree.rough))
     tree.free[key] = free
     own, seconds = free.certificate, free.predicted.step_seconds / first.devices
-    tree.ratios.append((first.devices, seconds / max(tree.kernels(first, count).typical, 1e-300)))
+    tree.compare(seconds, tree.kernels(first, count), first.mesh, tree.rows_of_device(first.devices, count))
+    tree.bound_multiples(first, count)
     checked = None if own.checked is None else own.checked / first.devices
     for a, allowed in possible:
         promised = seconds * (1 + min(bubble(a, name, count, tree.alone) for name in allowed))
         least = tree.kernels(a, count).bound * idle_factor(a, count, tree.speeds(a), tree.alone)
         bound = max(own.lower_bound / a.devices, least)
         expand = partial(_cut_into_stages, tree, part, a, allowed)
-        tree.open.append(Subproblem(promised, bound, expand, checked))
+        recomputed = tree.recomputed(math.prod(a.inside.values()), count)
+        tree.open.append(Subproblem(promised, bound, expand, checked, recomputed=recomputed))
 
 
 def _plan_anew(tree: SearchTree, part: Program, mesh: MeshKey) -> None:
@@ -259,7 +234,8 @@ def _cut_into_stages(tree: SearchTree, part: Program, a: PipelineShape, schedule
         checked = None if own.checked is None else own.checked / a.devices
         bound = own.lower_bound / a.devices
         expand = partial(_simulate, tree, scheduled, ways)
-        tree.open.append(Subproblem(promised, bound, expand, checked, schedule))
+        recomputed = _recomputed(tree, scheduled)
+        tree.open.append(Subproblem(promised, bound, expand, checked, schedule, recomputed=recomputed))
 
 
 def _free_stages(tree: SearchTree, part: Program, a: PipelineShape, orders: Sequence[Order]) -> list[StagePlan]:
@@ -283,13 +259,21 @@ def _simulate(tree: SearchTree, scheduled: ScheduledStages, cuts: Sequence[Stage
     if tree.memory is not None and not fits(needed, tree.memory):
         tree.lightest = whole if tree.lightest is None else min(tree.lightest, whole, key=peak_bytes)
         expand = partial(search_within_budget, tree, scheduled, seconds, needed)
-        tree.open.append(Subproblem(seconds, own.lower_bound, expand, own.checked, scheduled.schedule, needed))
+        recomputed = _recomputed(tree, scheduled)
+        tree.open.append(Subproblem(
+            seconds, own.lower_bound, expand, own.checked, scheduled.schedule, needed, recomputed=recomputed
+        ))  # fmt: skip
         return
     if seconds < tree.seconds:
         tree.best = whole
     if (scheduled.shape.mesh, scheduled.part.microbatches) in tree.rough:
         expand = partial(_plan_anew, tree, scheduled.part, scheduled.shape.mesh)
         tree.open.append(Subproblem(own.lower_bound, own.lower_bound, expand, own.checked))
+
+
+def _recomputed(tree: SearchTree, scheduled: ScheduledStages) -> float:
+    devices, count = math.prod(scheduled.shape.inside.values()), scheduled.part.microbatches
+    return tree.recomputed(devices, count, scheduled.activation_share)
 
 
 def _result(tree: SearchTree) -> Plan:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from autopar.costs.device import Device
 from autopar.errors import InfeasibleError
@@ -15,11 +17,13 @@ from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order
 from autopar.search.budget.budget_problem import machine_of
 from autopar.search.budget.cutoff import PrunedError
+from autopar.search.emitted.peak import least_state
+from autopar.search.microbatch.activation_bytes import activation_bytes
 from autopar.search.microbatch.kernel_floor import KernelFloor, kernel_floor
 from autopar.search.options import Job, Search
 from autopar.search.pipeline.deep_models import RepeatedStages
 from autopar.search.pipeline.shape import Measured, MeshKey, PipelineShape, Possible, ScheduledStages
-from autopar.search.pipeline.space import inside_stage, restrictions_inside
+from autopar.search.pipeline.space import inside_stage, restrictions_inside, samples
 from autopar.search.pipeline.stage_devices import StageDevices, devices_along
 from autopar.search.solver.highs import requested
 from autopar.sharding.candidates import candidates
@@ -27,9 +31,9 @@ from autopar.sharding.dims import analyze
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 
 GUESSED, UNMEASURED = 1.25, 2.0
-"""Factors of estimates before a first plan is known: of kernels alone, which leave out what plans take besides, and of
-the whole model in any memory, if blocks of it are left out: to search that within a budget takes longer than any stage.
-Guesses, not fits: they decide what is planned first, and no bound depends on them."""
+"""Factors of estimates before a first plan is known: of what is not planned in any memory, since what is leads to a plan
+soon, and of the whole model in any memory, if blocks of it are left out: to search that within a budget takes longer than
+any stage. Guesses, not fits: they decide what is planned first, and no bound depends on them."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,11 @@ class Subproblem:
         checked: the bound as far as it is checked; None: it is not.
         schedule: the one it is about; empty: none.
         needed: bytes that the plan of that many seconds needs, if these are more than there are.
-        unplanned: stages that share the devices, where nothing is planned yet and the seconds are those of kernels
-            alone; 0: something is.
+        unplanned: samples of a microbatch for each device of a stage, where nothing is planned yet and the seconds are
+            those of kernels alone; 0: something is.
         unmeasured: whether it is not known if the plan of that many seconds fits.
+        recomputed: about how many times as long a step takes within the memory, see `ActivationBytes.slowdown`.
+        of: the mesh and the number of microbatches where nothing is planned yet.
     """
 
     seconds: float
@@ -54,8 +60,10 @@ class Subproblem:
     checked: float | None = None
     schedule: str = ""
     needed: float = 0.0
-    unplanned: int = 0
+    unplanned: float = 0.0
     unmeasured: bool = False
+    recomputed: float = 1.0
+    of: tuple[MeshKey, int] | None = None
 
 
 @dataclass
@@ -79,7 +87,8 @@ class SearchTree:
         rough: those of them that are estimates, see `autopar.search.options.Job`, and the shapes that they are for.
         blocks: such a plan of a deep model, cut into stages.
         heavy: schedules that need far too much somewhere.
-        ratios: stages of plans without a budget, and how much longer these take than their kernels would alone.
+        ratios: by mesh, or None without stages, and by the samples of a microbatch for each device of a stage, how much
+            longer plans without a budget take than their kernels would alone.
         slowdowns: bytes needed without a budget, and how much longer a step takes within it.
         along: by mesh the devices along the axis of the stages.
         measured: by shape and microbatches, see `ScheduledStages.measured`.
@@ -104,7 +113,7 @@ class SearchTree:
     rough: dict[tuple[MeshKey, int], Possible] = field(default_factory=dict)
     blocks: dict[tuple[MeshKey, int], RepeatedStages] = field(default_factory=dict)
     heavy: set[str] = field(default_factory=set)
-    ratios: list[tuple[int, float]] = field(default_factory=list)
+    ratios: dict[MeshKey | None, dict[float, float]] = field(default_factory=dict)
     slowdowns: list[tuple[float, float]] = field(default_factory=list)
     measured: dict[tuple[PipelineShape, int], list[Measured]] = field(default_factory=dict)
     along: dict[MeshKey, StageDevices] = field(default_factory=dict)
@@ -126,6 +135,11 @@ class SearchTree:
     def memory(self) -> float | None:
         """Bytes per device; random plans need not fit."""
         return None if self.random else self.job.memory
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether what has any memory is planned roughly: it takes long for a deep model, and is seldom in a budget."""
+        return self.memory is not None and self.program.repeat is not None and not self.search.check
 
     @property
     def seconds(self) -> float:
@@ -188,23 +202,81 @@ class SearchTree:
         found = kernel_floor(self.program, machine_of(job), count)
         return KernelFloor(max(floor, found.bound / stages), max(floor, found.typical / stages))
 
+    def rows_of_device(self, stages: int, count: int) -> float:
+        """Samples of one of so many microbatches for each device of a stage."""
+        return samples(self.program) * stages / (count * math.prod(self.job.axes.values()))
+
+    def recomputed(self, devices: int, count: int, in_flight: float = 1.0) -> float:
+        """About how many times as long a step takes within the memory, before anything is planned within it.
+
+        Args:
+            devices: that share a microbatch.
+            count: of microbatches.
+            in_flight: see `ActivationBytes.slowdown`.
+        """
+        if self.memory is None or not self.program.training:
+            return 1.0
+        room = self.memory - least_state(self.program, self.job.optimizer, self.job.axes)
+        return activation_bytes(self.program).slowdown(in_flight, count * devices, room)
+
+    def _without_stages(self) -> float:
+        """About what a step takes without stages within the memory, in as many microbatches as are best."""
+        devices = math.prod(self.job.axes.values())
+        counts = [2**i for i in range(samples(self.program).bit_length())]
+        return min(
+            self._kernels(self.job, 1.0, n, self.floor).typical * self._ratio(self.rows_of_device(1, n))
+            * self.recomputed(devices, n)
+            for n in ([self.search.microbatches] if self.search.microbatches else counts)
+        )  # fmt: skip
+
+    def compare(self, seconds: float, kernels: KernelFloor, mesh: MeshKey | None, rows: float) -> None:
+        """Remember how much longer a plan without a budget takes than its kernels, see `ratios`."""
+        self.ratios.setdefault(mesh, {})[rows] = seconds / max(kernels.typical, 1e-300)
+
+    def _ratio(self, rows: float, own: Mapping[float, float] | None = None) -> float:
+        """About how much longer plans take than their kernels, where devices have so many samples of a microbatch.
+
+        Args:
+            rows: the samples.
+            own: what is known of the mesh; if nothing is, that of all.
+        """
+        of = sorted((own or {r: x for known in self.ratios.values() for r, x in known.items()}).items()) or [(1.0, 1.0)]
+        return float(np.interp(math.log(rows), [math.log(r) for r, _ in of], [r for _, r in of]))
+
+    def bound_multiples(self, shape: PipelineShape, count: int) -> None:
+        """What is open for multiples of a number of microbatches, in which the devices of a stage are not faster."""
+        found = self.free[shape.mesh, count].certificate
+        for i, o in enumerate(self.open):
+            if o.of is not None and o.of[0] == shape.mesh and o.of[1] % count == 0:
+                bound = max(o.bound, found.lower_bound / shape.devices)
+                known = None if o.checked is None or found.checked is None else found.checked / shape.devices
+                checked = None if known is None else max(o.checked or 0.0, known)
+                self.open[i] = replace(o, seconds=max(o.seconds, bound), bound=bound, checked=checked)
+
     def next(self) -> Subproblem | None:
         """The most promising subproblem, which is not open from here on; None: no other can lead to a better plan."""
-        # An estimate tells what to plan first; what need not be planned, only a bound.
-        promising = [o for o in self.open if (o.bound if o.unplanned else self.promised(o)) < self.seconds]
+        promising = [o for o in self.open if self.promised(o) < self.seconds]
         if not promising:
             return None
         # Best first, and last the schedules that needed far too much memory somewhere.
-        found = min(promising, key=lambda o: (o.schedule in self.heavy, self._urgency(o)))
+        found = min(promising, key=lambda o: (o.schedule in self.heavy, self._urgency(o), self.promised(o)))
         self.open.remove(found)
         return found
 
     def _urgency(self, node: Subproblem) -> float:
         """Seconds by which subproblems are ordered: before a plan is known, those count that lead to one soon."""
+        seconds = self.promised(node)
+        if node.unmeasured:
+            seconds = max(seconds, self._without_stages())
+        elif node.of is not None:
+            ratio = self._ratio(node.unplanned, self.ratios.get(node.of[0]))
+            seconds = max(seconds, node.seconds * ratio) * node.recomputed
+        elif not (node.needed and self.slowdowns):
+            seconds *= node.recomputed
         if self.best is not None or not self.free:
-            return self.promised(node)
+            return seconds
         late = node.unmeasured and self.program.repeat is not None
-        return self.promised(node) * (UNMEASURED if late else GUESSED if node.unplanned else 1.0)
+        return seconds * (UNMEASURED if late else GUESSED if node.unplanned else 1.0)
 
     def scheduled(self, part: Program, shape: PipelineShape, schedule: str, actions: Order) -> ScheduledStages:
         """A microbatch's program in stages; all schedules of a shape share what was measured."""
@@ -215,11 +287,11 @@ class SearchTree:
     def promised(self, node: Subproblem) -> float:
         """Seconds; one that needs too much memory slows down at least as much as those that needed less did.
 
-        What is not planned communicates, too: about as much as where about as many devices share a stage.
+        What is not planned communicates, too: about as much as in other numbers of microbatches on its mesh.
         """
         if node.unplanned:
-            near = min(self.ratios, key=lambda r: abs(math.log(r[0] / node.unplanned)), default=(1, 1.0))
-            return max(node.bound, node.seconds * near[1])
+            own = self.ratios.get(node.of[0]) if node.of else None
+            return max(node.bound, node.seconds * (self._ratio(node.unplanned, own) if own else 1.0))
         return node.seconds * max((slower for needed, slower in self.slowdowns if needed <= node.needed), default=1.0)
 
     def is_late(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -172,19 +173,20 @@ def _suits(schedule: Schedule, virtual: int, training: bool) -> bool:
 
 
 def counts(program: Program, search: Search, shape: PipelineShape) -> list[int]:
-    """Numbers of microbatches to try: as pinned, or the number of devices, and about twice as many each time."""
+    """Numbers of microbatches to try: as pinned, or, from the number of devices on, one for about twice as many."""
     if not program.training:
         return [1]
     if search.microbatches:
         return [search.microbatches]
-    of_batch = samples(program)
+    of_batch, inside = samples(program), math.prod(shape.inside.values())
     most = max(shape.devices, MOST_VISITS // shape.stages)
     divisors = [n for n in range(2, min(of_batch, most) + 1) if of_batch % n == 0]
-    found: list[int] = []
-    for n in divisors:
-        if n >= (2 * found[-1] if found else shape.devices):
-            found.append(n)
-    return found or divisors[-1:] or [1]
+    best: dict[int, int] = {}
+    for n in (d for d in divisors if d >= shape.devices):
+        # The devices of a stage share the samples of a microbatch: a number that leaves each as many is faster.
+        best.setdefault(octave := (n // shape.devices).bit_length(), n)
+        best[octave] = max(best[octave], n, key=lambda m: math.gcd(of_batch // m, inside))
+    return list(best.values()) or divisors[-1:] or [1]
 
 
 def samples(program: Program) -> int:
