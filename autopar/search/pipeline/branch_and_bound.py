@@ -30,6 +30,7 @@ from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.budget.cutoff import Cutoff
 from autopar.search.budget.lagrangian import fits
 from autopar.search.microbatch.flat import best_flat, flat_in_any_memory
+from autopar.search.microbatch.needed_bytes import slowdown
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import Job
 from autopar.search.padding import best_padded
@@ -131,7 +132,7 @@ def _fit_without_stages(tree: SearchTree) -> None:
 
 def _open_microbatches(tree: SearchTree, count: int, shapes: tuple[PipelineShape, ...]) -> None:
     """Leave a number of microbatches on a mesh open; the shapes differ in the number of stages on a device."""
-    first, devices = shapes[0], math.prod(shapes[0].inside.values())
+    first = shapes[0]
     for a in shapes:
         tree.tried.setdefault(a, []).append(count)
     kernels = tree.kernels(first, count)
@@ -140,7 +141,7 @@ def _open_microbatches(tree: SearchTree, count: int, shapes: tuple[PipelineShape
     expand = partial(_plan_stage_devices, tree, count, shapes)
     tree.open.append(Subproblem(
         max(least, seconds), least, expand, least, unplanned=tree.rows_of_device(first.devices, count),
-        recomputed=tree.recomputed(devices, count), of=(first.mesh, count),
+        slower=tree.slower(first.devices, count), of=(first.mesh, count),
     ))  # fmt: skip
 
 
@@ -182,8 +183,8 @@ def _plan_in_any_memory(tree: SearchTree, part: Program, possible: Possible) -> 
         least = tree.kernels(a, count).bound * idle_factor(a, count, tree.speeds(a), tree.alone)
         bound = max(own.lower_bound / a.devices, least)
         expand = partial(_cut_into_stages, tree, part, a, allowed)
-        recomputed = tree.recomputed(math.prod(a.inside.values()), count)
-        tree.open.append(Subproblem(promised, bound, expand, checked, recomputed=recomputed))
+        slower = tree.slower(a.devices, count)
+        tree.open.append(Subproblem(promised, bound, expand, checked, slower=slower))
 
 
 def _plan_anew(tree: SearchTree, part: Program, mesh: MeshKey) -> None:
@@ -234,8 +235,8 @@ def _cut_into_stages(tree: SearchTree, part: Program, a: PipelineShape, schedule
         checked = None if own.checked is None else own.checked / a.devices
         bound = own.lower_bound / a.devices
         expand = partial(_simulate, tree, scheduled, ways)
-        recomputed = _recomputed(tree, scheduled)
-        tree.open.append(Subproblem(promised, bound, expand, checked, schedule, recomputed=recomputed))
+        slower = tree.slower(a.devices, part.microbatches, scheduled.activation_share)
+        tree.open.append(Subproblem(promised, bound, expand, checked, schedule, slower=slower))
 
 
 def _free_stages(tree: SearchTree, part: Program, a: PipelineShape, orders: Sequence[Order]) -> list[StagePlan]:
@@ -259,9 +260,9 @@ def _simulate(tree: SearchTree, scheduled: ScheduledStages, cuts: Sequence[Stage
     if tree.memory is not None and not fits(needed, tree.memory):
         tree.lightest = whole if tree.lightest is None else min(tree.lightest, whole, key=peak_bytes)
         expand = partial(search_within_budget, tree, scheduled, seconds, needed)
-        recomputed = _recomputed(tree, scheduled)
+        slower = slowdown(needed, tree.memory)
         tree.open.append(Subproblem(
-            seconds, own.lower_bound, expand, own.checked, scheduled.schedule, needed, recomputed=recomputed
+            seconds, own.lower_bound, expand, own.checked, scheduled.schedule, needed, slower=slower
         ))  # fmt: skip
         return
     if seconds < tree.seconds:
@@ -269,11 +270,6 @@ def _simulate(tree: SearchTree, scheduled: ScheduledStages, cuts: Sequence[Stage
     if (scheduled.shape.mesh, scheduled.part.microbatches) in tree.rough:
         expand = partial(_plan_anew, tree, scheduled.part, scheduled.shape.mesh)
         tree.open.append(Subproblem(own.lower_bound, own.lower_bound, expand, own.checked))
-
-
-def _recomputed(tree: SearchTree, scheduled: ScheduledStages) -> float:
-    devices, count = math.prod(scheduled.shape.inside.values()), scheduled.part.microbatches
-    return tree.recomputed(devices, count, scheduled.activation_share)
 
 
 def _result(tree: SearchTree) -> Plan:

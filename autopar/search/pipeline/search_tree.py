@@ -17,9 +17,8 @@ from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order
 from autopar.search.budget.budget_problem import machine_of
 from autopar.search.budget.cutoff import PrunedError
-from autopar.search.emitted.peak import least_state
-from autopar.search.microbatch.activation_bytes import activation_bytes
 from autopar.search.microbatch.kernel_floor import KernelFloor, kernel_floor
+from autopar.search.microbatch.needed_bytes import needed_bytes, slowdown
 from autopar.search.options import Job, Search
 from autopar.search.pipeline.deep_models import RepeatedStages
 from autopar.search.pipeline.shape import Measured, MeshKey, PipelineShape, Possible, ScheduledStages
@@ -31,9 +30,9 @@ from autopar.sharding.dims import analyze
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 
 GUESSED, UNMEASURED = 1.25, 2.0
-"""Factors of estimates before a first plan is known: of what is not planned in any memory, since what is leads to a plan
-soon, and of the whole model in any memory, if blocks of it are left out: to search that within a budget takes longer than
-any stage. Guesses, not fits: they decide what is planned first, and no bound depends on them."""
+"""Factors of estimates before a first plan is known: of what is not planned in any memory, since what is leads to one
+soon, and of the whole model in any memory, if blocks of it are left out: to search that within a budget takes longer
+than any stage. Guesses, not fits: they decide what is planned first, and no bound depends on them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Subproblem:
         unplanned: samples of a microbatch for each device of a stage, where nothing is planned yet and the seconds are
             those of kernels alone; 0: something is.
         unmeasured: whether it is not known if the plan of that many seconds fits.
-        recomputed: about how many times as long a step takes within the memory, see `ActivationBytes.slowdown`.
+        slower: about how many times as long a step takes within the memory, before that is searched.
         of: the mesh and the number of microbatches where nothing is planned yet.
     """
 
@@ -62,7 +61,7 @@ class Subproblem:
     needed: float = 0.0
     unplanned: float = 0.0
     unmeasured: bool = False
-    recomputed: float = 1.0
+    slower: float = 1.0
     of: tuple[MeshKey, int] | None = None
 
 
@@ -206,26 +205,26 @@ class SearchTree:
         """Samples of one of so many microbatches for each device of a stage."""
         return samples(self.program) * stages / (count * math.prod(self.job.axes.values()))
 
-    def recomputed(self, devices: int, count: int, in_flight: float = 1.0) -> float:
-        """About how many times as long a step takes within the memory, before anything is planned within it.
+    def slower(self, stages: int, count: int, in_flight: float = 1.0) -> float:
+        """About how many times as long a step takes within the memory, before anything is planned.
 
         Args:
-            devices: that share a microbatch.
+            stages: of the model that are on different devices.
             count: of microbatches.
-            in_flight: see `ActivationBytes.slowdown`.
+            in_flight: how often a device holds what one microbatch saves of the whole model.
         """
         if self.memory is None or not self.program.training:
             return 1.0
-        room = self.memory - least_state(self.program, self.job.optimizer, self.job.axes)
-        return activation_bytes(self.program).slowdown(in_flight, count * devices, room)
+        devices = math.prod(self.job.axes.values()) // stages
+        needed = needed_bytes(self.program, self.job.optimizer).of_device(stages, devices, count, in_flight)
+        return slowdown(needed, self.memory)
 
     def _without_stages(self) -> float:
         """About what a step takes without stages within the memory, in as many microbatches as are best."""
-        devices = math.prod(self.job.axes.values())
         counts = [2**i for i in range(samples(self.program).bit_length())]
         return min(
             self._kernels(self.job, 1.0, n, self.floor).typical * self._ratio(self.rows_of_device(1, n))
-            * self.recomputed(devices, n)
+            * self.slower(1, n)
             for n in ([self.search.microbatches] if self.search.microbatches else counts)
         )  # fmt: skip
 
@@ -270,9 +269,9 @@ class SearchTree:
             seconds = max(seconds, self._without_stages())
         elif node.of is not None:
             ratio = self._ratio(node.unplanned, self.ratios.get(node.of[0]))
-            seconds = max(seconds, node.seconds * ratio) * node.recomputed
+            seconds = max(seconds, node.seconds * ratio) * node.slower
         elif not (node.needed and self.slowdowns):
-            seconds *= node.recomputed
+            seconds *= node.slower
         if self.best is not None or not self.free:
             return seconds
         late = node.unmeasured and self.program.repeat is not None
