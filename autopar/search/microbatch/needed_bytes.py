@@ -20,9 +20,11 @@ HELD = 0.3
 where memory does not matter and there are several microbatches. Of DeepSeek-V3 in 2 to 32 stages on 2,048 devices all
 that the search counts, activations included, is 0.96 to 1.17 times what this gives."""
 
-SHORTAGE = 0.25
+SHORTAGE, SHORTAGE_SPLIT = 0.25, 0.5
 """A plan that needs ``x`` times the memory takes about ``x`` to this power as long within it: of DeepSeek-V3 on 2,048
-devices 1.6 and 1.2 times as long for 6.4 and 4.2. A guess, until something is searched within the budget."""
+devices 1.6 and 1.2 times as long for 6.4 and 4.2. Where backward passes are split, recomputation frees little: what it
+computes for the gradient of the input is held for that of the weights. Guesses, until something is searched within the
+budget."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,15 @@ class NeededBytes:
         return self.state / (stages * devices) + held + in_flight * self.saved / (count * devices)
 
 
-def slowdown(needed: float, memory: float) -> float:
-    """About how many times as long a step takes within the memory as if there was as much as it needs."""
-    return max(1.0, needed / memory) ** SHORTAGE
+def slowdown(needed: float, memory: float, *, split: bool = False) -> float:
+    """About how many times as long a step takes within the memory as if there was as much as it needs.
+
+    Args:
+        needed: bytes.
+        memory: bytes.
+        split: whether backward passes are in two parts.
+    """
+    return max(1.0, needed / memory) ** (SHORTAGE_SPLIT if split else SHORTAGE)
 
 
 def needed_bytes(program: Program, optimizer: str) -> NeededBytes:

@@ -25,7 +25,7 @@ from functools import partial
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import TIME_LIMIT, Plan
 from autopar.ir.program import Program
-from autopar.pipeline.schedules import Order, order, placed, require_numbers, suits_one_microbatch
+from autopar.pipeline.schedules import Order, order, placed, require_numbers, splits, suits_one_microbatch
 from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.budget.cutoff import Cutoff
 from autopar.search.budget.lagrangian import fits
@@ -235,7 +235,7 @@ def _cut_into_stages(tree: SearchTree, part: Program, a: PipelineShape, schedule
         checked = None if own.checked is None else own.checked / a.devices
         bound = own.lower_bound / a.devices
         expand = partial(_simulate, tree, scheduled, ways)
-        slower = tree.slower(a.devices, part.microbatches, scheduled.activation_share)
+        slower = tree.slower(a.devices, part.microbatches, scheduled.activation_share, split=splits(schedule))
         tree.open.append(Subproblem(promised, bound, expand, checked, schedule, slower=slower))
 
 
@@ -260,7 +260,7 @@ def _simulate(tree: SearchTree, scheduled: ScheduledStages, cuts: Sequence[Stage
     if tree.memory is not None and not fits(needed, tree.memory):
         tree.lightest = whole if tree.lightest is None else min(tree.lightest, whole, key=peak_bytes)
         expand = partial(search_within_budget, tree, scheduled, seconds, needed)
-        slower = slowdown(needed, tree.memory)
+        slower = slowdown(needed, tree.memory, split=splits(scheduled.schedule))
         tree.open.append(Subproblem(
             seconds, own.lower_bound, expand, own.checked, scheduled.schedule, needed, slower=slower
         ))  # fmt: skip

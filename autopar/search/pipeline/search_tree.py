@@ -205,19 +205,20 @@ class SearchTree:
         """Samples of one of so many microbatches for each device of a stage."""
         return samples(self.program) * stages / (count * math.prod(self.job.axes.values()))
 
-    def slower(self, stages: int, count: int, in_flight: float = 1.0) -> float:
+    def slower(self, stages: int, count: int, in_flight: float = 1.0, *, split: bool = False) -> float:
         """About how many times as long a step takes within the memory, before anything is planned.
 
         Args:
             stages: of the model that are on different devices.
             count: of microbatches.
             in_flight: how often a device holds what one microbatch saves of the whole model.
+            split: whether backward passes are in two parts.
         """
         if self.memory is None or not self.program.training:
             return 1.0
         devices = math.prod(self.job.axes.values()) // stages
         needed = needed_bytes(self.program, self.job.optimizer).of_device(stages, devices, count, in_flight)
-        return slowdown(needed, self.memory)
+        return slowdown(needed, self.memory, split=split)
 
     def _without_stages(self) -> float:
         """About what a step takes without stages within the memory, in as many microbatches as are best."""
