@@ -30,9 +30,9 @@ from autopar.sharding.dims import analyze
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 
 GUESSED, UNMEASURED = 1.25, 2.0
-"""Factors of estimates before a first plan is known: of what is not planned in any memory, since what is leads to one
-soon, and of the whole model in any memory, if blocks of it are left out: to search that within a budget takes longer
-than any stage. Guesses, not fits: they decide what is planned first, and no bound depends on them."""
+"""Factors of estimates. Before a first plan is known: of what is not planned in any memory, since what is leads to one
+soon. And of the whole model within a budget, if blocks of it are left out: to search that takes longer than any stage.
+Guesses, not fits: they decide what is planned first, and no bound depends on them."""
 
 
 @dataclass(frozen=True)
@@ -273,10 +273,9 @@ class SearchTree:
             seconds = max(seconds, node.seconds * ratio) * node.slower
         elif not (node.needed and self.slowdowns):
             seconds *= node.slower
-        if self.best is not None or not self.free:
-            return seconds
-        late = node.unmeasured and self.program.repeat is not None
-        return seconds * (UNMEASURED if late else GUESSED if node.unplanned else 1.0)
+        if node.unmeasured and self.program.repeat is not None:
+            return seconds * UNMEASURED
+        return seconds * GUESSED if node.unplanned and self.best is None else seconds
 
     def scheduled(self, part: Program, shape: PipelineShape, schedule: str, actions: Order) -> ScheduledStages:
         """A microbatch's program in stages; all schedules of a shape share what was measured."""
