@@ -12,6 +12,8 @@ bound that holds for all of it; a step expands one of them, and may leave severa
 4. A pipeline that is known to the second, but needs more memory than there is. It is searched within the budget.
 
 A subproblem with more seconds than the best plan takes is left open. To have no stages at all is a subproblem, too.
+Before anything is planned, the order is by estimates: of kernels, of how much longer plans nearby took, and of what
+plans need (`autopar.search.microbatch.needed_bytes`).
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from autopar.search.pipeline.shape import MeshKey, PipelineShape, Possible, Sche
 from autopar.search.pipeline.space import bubble, counts, idle_factor, in_every_order, pipeline_shapes
 from autopar.search.pipeline.stage_peak import scatters, stage_plans
 from autopar.search.pipeline.stage_plan import INSIDE, StagePlan, kinds_in_order, missing, suitable
+from autopar.search.solver.highs import requested
 
 LIMITS = 5
 """So many time limits of one search are for all pipelines together, once a plan is known."""
@@ -75,7 +78,34 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
             node.expand()
         except InfeasibleError as e:
             tree.errors.append(e)
+    if not tree.random:
+        _raise_bound(tree)
     return _result(tree)
+
+
+def _raise_bound(tree: SearchTree) -> None:
+    """Plan the devices of stages where nothing of a mesh is planned, for the bound alone, the lowest first.
+
+    A number of microbatches that divides all numbers that are open bounds them all.
+    """
+    late = tree.deadline + tree.search.time_limit / 2
+    while (least := tree.least_open()) is not None and least.of is not None:
+        mesh, _ = least.of
+        if requested() or time.monotonic() > late:
+            return
+        shape = next(a for a in tree.shapes if a.mesh == mesh)
+        count = math.gcd(*(o.of[1] for o in tree.open if o.of is not None and o.of[0] == mesh))
+        tree.say(f"bound of {shape.devices} devices along {shape.axis}")
+        try:
+            part = microbatch_program(tree.program, count, deterministic=tree.job.deterministic)
+            tree.free[mesh, count] = best_padded(
+                tree.program, part, replace(tree.job_inside(shape), rough=tree.is_rough)
+            )
+        except InfeasibleError:
+            return
+        tree.bound_multiples(shape, count)
+        if any(o.of == least.of and o.bound <= least.bound for o in tree.open):
+            return
 
 
 def _counts(tree: SearchTree) -> list[tuple[int, tuple[PipelineShape, ...]]]:

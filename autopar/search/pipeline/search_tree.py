@@ -253,6 +253,13 @@ class SearchTree:
                 checked = None if known is None else max(o.checked or 0.0, known)
                 self.open[i] = replace(o, seconds=max(o.seconds, bound), bound=bound, checked=checked)
 
+    def least_open(self) -> Subproblem | None:
+        """What is open with the lowest bound, if a plan may lie so far below the best one that this matters."""
+        least = min(self.open, key=lambda o: o.bound, default=None)
+        if least is None or self.best is None or self.seconds - least.bound <= self.search.gap * self.seconds:
+            return None
+        return least
+
     def next(self) -> Subproblem | None:
         """The most promising subproblem, which is not open from here on; None: no other can lead to a better plan."""
         promising = [o for o in self.open if self.promised(o) < self.seconds]
