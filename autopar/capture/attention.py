@@ -38,9 +38,11 @@ from autopar._torch_compat import (
     traced_root,
     without_modes,
 )
+from autopar.capture.functions.attention_formula import Calls
 from autopar.capture.intercepts import refuse_foreign_tensors
 from autopar.ir.graph import map_nodes
 from autopar.ir.ops.attention import scaled_dot_product
+from autopar.ir.ops.sequence.attention_sinks import attention_with_sinks
 
 aten = torch.ops.aten
 
@@ -79,6 +81,7 @@ class Attention(TorchFunctionMode):
         super().__init__()
         self._name_of = name_of
         self._known = _Known()
+        self._calls = Calls()
         self._tensors: dict[fx.Node, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,7 +95,27 @@ class Attention(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func in _REPEATING and args and (node := traced_node(args[0])) is not None:
             self._tensors[node] = args[0]
-        return func(*args, **kwargs)
+        found = None if kwargs else self._of_formula(func, args)
+        result = func(*args, **kwargs) if found is None else found
+        self._calls.note(func, args, kwargs, result)
+        return result
+
+    def _of_formula(self, func: Any, args: Sequence[Any]) -> torch.Tensor | None:
+        """Attention in the place of the last product of its formula; None: this is another product."""
+        formula = self._calls.formula(func, args)
+        if formula is None:
+            return None
+        query, key, value, bias, sinks = (formula.query, formula.key, formula.value, formula.bias, formula.sinks)
+        if sinks is None:
+            found = self._attention(query, key, value, bias, scale=formula.scale, enable_gqa=True)
+        elif _is_taken(query, key, value, bias, 0.0, False, True):
+            key, value = self._unrepeated(query, key, value) or (key, value)
+            given = [None if t is None else _as_autocast(t) for t in (query, key, value, bias)]
+            found = attention_with_sinks(*given, sinks, formula.scale)  # type: ignore[arg-type]
+        else:
+            found = None
+        # The last product is row-major.
+        return None if found is None else found.reshape(*args[0].shape[:-1], args[1].shape[-1]).contiguous()
 
     def _called(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         refuse_foreign_tensors(args, torch.is_grad_enabled(), self._name_of)
