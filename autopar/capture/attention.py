@@ -38,7 +38,7 @@ from autopar._torch_compat import (
     traced_root,
     without_modes,
 )
-from autopar.capture.functions.attention_formula import Calls
+from autopar.capture.functions.attention_formula import Formulas
 from autopar.capture.intercepts import refuse_foreign_tensors
 from autopar.ir.graph import map_nodes
 from autopar.ir.ops.attention import scaled_dot_product
@@ -81,7 +81,7 @@ class Attention(TorchFunctionMode):
         super().__init__()
         self._name_of = name_of
         self._known = _Known()
-        self._calls = Calls()
+        self._formulas = Formulas()
         self._tensors: dict[fx.Node, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,12 +97,12 @@ class Attention(TorchFunctionMode):
             self._tensors[node] = args[0]
         found = None if kwargs else self._of_formula(func, args)
         result = func(*args, **kwargs) if found is None else found
-        self._calls.note(func, args, kwargs, result)
+        self._formulas.note(func, args, kwargs, result)
         return result
 
     def _of_formula(self, func: Any, args: Sequence[Any]) -> torch.Tensor | None:
         """Attention in the place of the last product of its formula; None: this is another product."""
-        formula = self._calls.formula(func, args)
+        formula = self._formulas.formula(func, args)
         if formula is None:
             return None
         query, key, value, bias, sinks = (formula.query, formula.key, formula.value, formula.bias, formula.sinks)
@@ -110,8 +110,9 @@ class Attention(TorchFunctionMode):
             found = self._attention(query, key, value, bias, scale=formula.scale, enable_gqa=True)
         elif _is_taken(query, key, value, bias, 0.0, False, True):
             key, value = self._unrepeated(query, key, value) or (key, value)
-            given = [None if t is None else _as_autocast(t) for t in (query, key, value, bias)]
-            found = attention_with_sinks(*given, sinks, formula.scale)  # type: ignore[arg-type]
+            query, key, value = (_as_autocast(t) for t in (query, key, value))
+            bias = None if bias is None else _as_autocast(bias)
+            found = attention_with_sinks(query, key, value, bias, sinks, formula.scale)
         else:
             found = None
         # The last product is row-major.

@@ -16,6 +16,7 @@ from torch import nn
 
 from autopar._torch_compat import storage_id
 from autopar.capture.attention import Attention
+from autopar.capture.functions.chunk_states import ChunkStates
 from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.outside import refused
@@ -213,6 +214,7 @@ class Harness(nn.Module):
                 origins.recorded(),
                 intercepts.entered(),
                 Attention(partial(where_kept, self.model)),
+                ChunkStates(),
                 hooks.watched(),
                 self._plain_attributes(),
             ):

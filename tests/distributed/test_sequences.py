@@ -40,6 +40,7 @@ def steps(
         ("recurrence", (4,), {"a": "context"}, {}),
         ("shifts", (2, 2), {"a": "context", "b": "context"}, {"recompute": "search"}),
         pytest.param("selective", (4,), {"a": "context"}, {}, marks=pytest.mark.deep),
+        pytest.param("chunks", (2, 2), {"a": "context", "b": "context"}, {}, marks=pytest.mark.deep),
         pytest.param("residual", (2, 2), {}, {}, marks=pytest.mark.deep),
         ("image", (4,), {"a": "context"}, {}),
         pytest.param("recurrence", (2, 2), {"a": "data", "b": "context"}, {}, marks=pytest.mark.deep),

@@ -17,14 +17,15 @@ After::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from autopar._torch_compat import is_transformed, traced_graph, traced_node
+from autopar._torch_compat import traced_graph, traced_node
+from autopar.capture.functions.calls import Call, Calls, OtherError, is_last, name_of
 
 _CASTS = frozenset(("to", "float", "double", "half", "bfloat16", "type_as", "type", "contiguous"))
 _VIEWS = frozenset(("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze"))
@@ -64,16 +65,6 @@ class Formula:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A call of a function, and the nodes of its tensors at that time: what is written to has another one later."""
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    nodes: tuple[fx.Node | None, ...]
-
-
-@dataclass(frozen=True)
 class _Scores:
     """Scores as they are so far: ``scale * left @ right``, and what is added to that.
 
@@ -94,93 +85,67 @@ class _Scores:
     sinks: Tensor | None = None
 
 
-class _OtherError(Exception):
-    """What is computed is no attention."""
-
-
-class Calls:
-    """The calls that may be a part of attention, while a model is traced."""
+class Formulas:
+    """Attention by its formula, found while a model is traced."""
 
     def __init__(self) -> None:
-        self._calls: dict[fx.Node, _Call] = {}
-
-    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note a call of a function of torch."""
-        name = _name(func)
-        if name not in _STEPS or traced_graph() is None:
-            return
-        made = result[0] if isinstance(result, tuple) and result else result
-        tensors = _tensors(args)
-        if not isinstance(made, Tensor) or any(is_transformed(t) for t in (made, *tensors)):
-            return
-        node, nodes = traced_node(made), tuple(traced_node(t) for t in tensors)
-        # A function that gives its argument is none.
-        if node is not None and node not in nodes:
-            self._calls[node] = _Call(name, tuple(args), dict(kwargs), nodes)
+        self._calls = Calls(_STEPS)
+        self.note = self._calls.note
 
     def formula(self, func: Any, args: Sequence[Any]) -> Formula | None:
         """What attention is called with, whose last product this is; None: it is another product."""
-        if _name(func) not in _PRODUCTS or len(args) < 2 or not all(isinstance(t, Tensor) for t in args[:2]):
+        if name_of(func) not in _PRODUCTS or len(args) < 2 or not all(isinstance(t, Tensor) for t in args[:2]):
             return None
         weights, values = args[:2]
         if traced_graph() is None or weights.ndim not in (3, 4) or not weights.is_floating_point():
             return None
         try:
             return self._attention(weights, values)
-        except _OtherError:
+        except OtherError:
             return None
-
-    def _call(self, tensor: Any) -> _Call:
-        """The call that made a tensor, if its arguments are still what they were."""
-        node = traced_node(tensor) if isinstance(tensor, Tensor) else None
-        call = self._calls.get(node) if node is not None else None
-        if call is None or tuple(traced_node(t) for t in _tensors(call.args)) != call.nodes or None in call.nodes:
-            raise _OtherError
-        return call
 
     def _attention(self, weights: Tensor, values: Tensor) -> Formula:
         given, dropped = self._softmax(weights)
         scores = self._scores(given, given.shape)
         if (scores.sinks is None) == dropped:
-            raise _OtherError
+            raise OtherError
         *rest, queries, keys = given.shape
         lead = (*rest, 1) if len(rest) == 1 else tuple(rest)
         keys -= int(dropped)
         if len(lead) != 2 or (queries, keys) != tuple(weights.shape[-2:]):
-            raise _OtherError
+            raise OtherError
         key = self._transposed(scores.right)
         q, k, v = (_of_heads(t, lead) for t in (scores.left, key, values))
         if q.shape[:2] != lead:
-            raise _OtherError
+            raise OtherError
         whole = torch.Size((*lead, queries, keys))
         bias = None if scores.added is None else _bias(scores.added(), scores.shape, whole)
         if bias is not None and bias.dtype != q.dtype:
-            raise _OtherError  # a kernel would compute in the dtype of queries
+            raise OtherError  # a kernel would compute in the dtype of queries
         sinks = None if scores.sinks is None else scores.sinks.reshape(*lead, queries)
         return Formula(q, k, v, bias, sinks, scores.scale)
 
     def _softmax(self, weights: Tensor) -> tuple[Tensor, bool]:
         """What the softmax is of, and whether its last column is left out behind it."""
         dropped = False
-        while (call := self._call(weights)).name != "softmax":
+        while (call := self._calls.of(weights)).name != "softmax":
             (source, *rest) = call.args
             if call.name == "getitem" and not dropped and rest == [(..., slice(None, -1, None))]:
                 dropped = True
             elif call.name == "dropout":
-                p, training, *_ = (*rest, *(0.5, True)[len(rest) :])
-                if call.kwargs.get("p", p) and call.kwargs.get("training", training):
-                    raise _OtherError  # what is kept is drawn already
+                if call.argument("p", 1, 0.5) and call.argument("training", 2, True):
+                    raise OtherError  # what is kept is drawn already
             elif call.name not in _CASTS and not (call.name in _VIEWS and source.shape[-2:] == weights.shape[-2:]):
-                raise _OtherError
+                raise OtherError
             weights = source
         (source, *rest) = call.args
-        if not _is_last(call.kwargs.get("dim", rest[0] if rest else None), source) or _is_narrower(weights, source):
-            raise _OtherError
+        if not is_last(call.kwargs.get("dim", rest[0] if rest else None), source) or _is_narrower(weights, source):
+            raise OtherError
         return source, dropped
 
     def _scores(self, tensor: Tensor, shape: torch.Size) -> _Scores:
         """Scores as a function of queries and keys; ``shape`` is that of all that is added to them."""
-        call = self._call(tensor)
+        call = self._calls.of(tensor)
         (first, *rest) = call.args
         if call.name in _PRODUCTS and isinstance(rest[0], Tensor):
             return _Scores(first, rest[0], tensor.shape)
@@ -202,19 +167,19 @@ class Calls:
             return self._hidden(call, tensor)
         if call.name in ("cat", "concat"):
             return self._with_sinks(call, tensor)
-        raise _OtherError
+        raise OtherError
 
-    def _scaled(self, call: _Call, tensor: Tensor) -> _Scores:
+    def _scaled(self, call: Call, tensor: Tensor) -> _Scores:
         left, right = call.args[:2]
         if isinstance(left, int | float) and call.name in ("mul", "multiply"):
             left, right = right, left
         number = isinstance(right, int | float) and not isinstance(right, bool)
         if call.kwargs or not number or not math.isfinite(right) or not right:
-            raise _OtherError
+            raise OtherError
         factor = float(right) if call.name in ("mul", "multiply") else 1.0 / right
         found = self._scores(left, tensor.shape)
         if found.sinks is not None:
-            raise _OtherError
+            raise OtherError
         added = found.added
         return replace(found, scale=found.scale * factor, added=added and (lambda: added() * factor))
 
@@ -225,15 +190,15 @@ class Calls:
                 continue
             try:
                 found = self._scores(scores, tensor.shape)
-            except _OtherError:
+            except OtherError:
                 continue
             if found.sinks is not None:
-                raise _OtherError
+                raise OtherError
             before = found.added
             return replace(found, added=(lambda: bias) if before is None else (lambda: before() + bias))  # noqa: B023
-        raise _OtherError
+        raise OtherError
 
-    def _hidden(self, call: _Call, tensor: Tensor) -> _Scores:
+    def _hidden(self, call: Call, tensor: Tensor) -> _Scores:
         """Scores in whose place a number is where a mask says so."""
         if call.name == "masked_fill":
             scores, mask, number = (*call.args, call.kwargs.get("value"))[:3]
@@ -244,10 +209,10 @@ class Calls:
             scores, number = (scores, number) if inverted else (number, scores)
         fits = isinstance(scores, Tensor) and scores.shape == tensor.shape
         if not fits or not isinstance(number, int | float) or number > _HIDDEN:
-            raise _OtherError
+            raise OtherError
         found = self._scores(scores, tensor.shape)
         if found.sinks is not None:
-            raise _OtherError
+            raise OtherError
         before = found.added
 
         def added() -> Tensor:
@@ -257,30 +222,30 @@ class Calls:
 
         return replace(found, added=added)
 
-    def _with_sinks(self, call: _Call, tensor: Tensor) -> _Scores:
+    def _with_sinks(self, call: Call, tensor: Tensor) -> _Scores:
         (parts, *rest) = call.args
-        if not _is_last(call.kwargs.get("dim", rest[0] if rest else 0), tensor):
-            raise _OtherError
+        if not is_last(call.kwargs.get("dim", rest[0] if rest else 0), tensor):
+            raise OtherError
         if len(parts) != 2 or parts[1].shape[-1] != 1:
-            raise _OtherError
+            raise OtherError
         found = self._scores(parts[0], parts[0].shape)
         if found.sinks is not None:
-            raise _OtherError
+            raise OtherError
         return replace(found, sinks=parts[1].squeeze(-1))
 
     def _is_maximum(self, tensor: Any, of: Tensor) -> bool:
         """Whether a tensor is the largest score of each query."""
-        call = self._call(tensor)
+        call = self._calls.of(tensor)
         (source, *rest) = call.args
         d, kept = (call.kwargs.get(n, (*rest, None, None)[i]) for i, n in enumerate(("dim", "keepdim")))
         same = isinstance(source, Tensor) and traced_node(source) is traced_node(of)
-        return call.name in ("max", "amax") and same and _is_last(d, of) and kept is True
+        return call.name in ("max", "amax") and same and is_last(d, of) and kept is True
 
     def _transposed(self, tensor: Tensor) -> Tensor:
         """Keys of transposed ones: those that were transposed, if they still are what they were."""
         try:
-            call = self._call(tensor)
-        except _OtherError:
+            call = self._calls.of(tensor)
+        except OtherError:
             return tensor.transpose(-1, -2)
         (source, *dims) = call.args
         swaps = call.name in ("transpose", "swapaxes", "swapdims") and not call.kwargs
@@ -290,26 +255,6 @@ class Calls:
         return source if is_last else tensor.transpose(-1, -2)
 
 
-def _name(func: Any) -> str:
-    name = getattr(func, "__name__", "")
-    # `tensor.mT` calls the getter of this name.
-    return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name.strip("_")
-
-
-def _is_last(d: Any, tensor: Tensor) -> bool:
-    return isinstance(d, int) and d in (-1, tensor.ndim - 1)
-
-
-def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in args:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
-    return found
-
-
 def _is_narrower(made: Tensor, source: Tensor) -> bool:
     """Whether scores were rounded, which a kernel would not do."""
     if not made.is_floating_point() or not source.is_floating_point():
@@ -317,14 +262,14 @@ def _is_narrower(made: Tensor, source: Tensor) -> bool:
     return torch.finfo(made.dtype).eps > torch.finfo(source.dtype).eps
 
 
-def _baddbmm(call: _Call, tensor: Tensor) -> _Scores:
-    names = ("input", "batch1", "batch2")
-    added, left, right = (call.args[i] if i < len(call.args) else call.kwargs.get(n) for i, n in enumerate(names))
+def _baddbmm(call: Call, tensor: Tensor) -> _Scores:
+    tensors: list[Any] = [call.argument(n, i) for i, n in enumerate(("input", "batch1", "batch2"))]
     beta, alpha = (call.kwargs.get(n, 1) for n in ("beta", "alpha"))
-    if not all(isinstance(t, Tensor) for t in (added, left, right)) or not alpha:
-        raise _OtherError
-    # Numbers of which none are tensors; with beta 0 nothing is added, not even what is not finite.
-    bias = None if beta == 0 else (lambda: added) if beta == 1 else (lambda: added * beta)
+    if not all(isinstance(t, Tensor) for t in tensors) or not alpha:
+        raise OtherError
+    added, left, right = tensors
+    # With beta 0 nothing is added, not even what is not finite.
+    bias: Callable[[], Tensor] | None = None if not beta else (lambda: added * beta)
     return _Scores(left, right, tensor.shape, float(alpha), bias)
 
 
@@ -334,7 +279,7 @@ def _of_heads(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
     if shape == lead or (len(shape) == 2 and shape == (lead[0], 1)):
         return tensor
     if not shape or math.prod(shape) != math.prod(lead):
-        raise _OtherError
+        raise OtherError
     return tensor.reshape(*lead, *rest)
 
 
@@ -346,10 +291,10 @@ def _viewed(bias: Tensor, before: Tensor, after: Tensor) -> Tensor:
 def _bias(bias: Tensor, scores: torch.Size, whole: torch.Size) -> Tensor:
     """What is added to scores, of four dims; ``scores`` and ``whole``: shapes of the scores that the model has."""
     if bias.ndim > len(scores):
-        raise _OtherError
+        raise OtherError
     bias = bias.reshape((1,) * (len(scores) - bias.ndim) + tuple(bias.shape))
     if len(scores) == 3:
         bias = bias.unsqueeze(1)
     if any(n not in (1, m) for n, m in zip(bias.shape, whole, strict=True)):
-        raise _OtherError
+        raise OtherError
     return bias

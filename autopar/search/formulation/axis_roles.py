@@ -187,7 +187,10 @@ def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
     batch = batch_factors(program, dims)
     parts, along = _extent(axes, roles, *SPLIT_BATCH)
     if parts > 1 and not batch:
-        raise InfeasibleError(f"no tensor of the batch has a dim to split along {along}")
+        raise InfeasibleError(
+            f"no tensor of the batch has a dim of samples to split along {along} (one sample has none); take a batch "
+            f"of a multiple of {parts}, or role 'context', which splits the sequence, or 'tensor'"
+        )
     uneven = [f.size for f in batch if f.size % parts]
     if uneven:
         raise InfeasibleError(

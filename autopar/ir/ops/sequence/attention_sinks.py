@@ -54,7 +54,7 @@ class _WithSinks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         *tensors, out, total = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *_differentiable(grad, tensors, ctx.scale, ctx.needs_input_grad), None
