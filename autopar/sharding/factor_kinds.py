@@ -106,6 +106,24 @@ def blocked_factors(node: fx.Node, program: Program, dims: Dims) -> list[Factor]
     return [f for x in blocked for i, d, j in x.inputs for f in types[i].dims[d][j : j + len(x.factors)]]
 
 
+def behind_sequence(program: Program, dims: Dims, sequence: Ids) -> set[fx.Node]:
+    """Operators without positions that compute from what has them: on loops, tokens that were picked, latents, slots.
+
+    None of them can be split along the sequence: the search may split them along heads, channels or what else they
+    have, where the same on all devices would take longer.
+    """
+    last, found = set[fx.Node](), set[fx.Node]()
+    for node in dims.operators:
+        if factors_of(operator_types(node, program, dims)).keys() & sequence:
+            made = (dims.types[node, i] for i in range(len(dims.operators[node].outputs)) if (node, i) in dims.types)
+            split = sequence & ids(split_factors(node, program, dims).values())
+            if not (split and factors_of(made).keys() & sequence):
+                last.add(node)
+        elif any(source in last or source in found for source, _ in program.sources[node]):
+            found.add(node)
+    return last | found
+
+
 def shared_factor(node: fx.Node, program: Program, dims: Dims) -> Factor | None:
     """The leading factor of what all tensors of a product have, as the batch of `bmm`; None: it is none."""
     rule, sources = dims.operators[node].rule, program.sources[node]
