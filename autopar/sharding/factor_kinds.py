@@ -140,7 +140,8 @@ def batched_experts(program: Program, dims: Dims) -> tuple[list[Factor], frozens
     """Factors along which experts are that compute all of their places at once, and names of the experts' weights.
 
     Experts multiply what they are sent by a matrix each, in a product of batches of which one is a parameter's. A
-    parameter that makes a number for each expert has the factor, too, and is none of theirs: a router.
+    parameter that makes a number for each expert has the factor, too, and is none of theirs: a router. Blocks of
+    channels (RecurrentGemma's gates) are no experts: a bias or a rate of all channels has them in its one dim.
     """
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     fixed, found = from_parameters(program), dict[int, Factor]()
@@ -148,6 +149,9 @@ def batched_experts(program: Program, dims: Dims) -> tuple[list[Factor], frozens
         made = [producer in fixed for producer, _ in program.sources[node]]
         if sum(made) == 1 and (factor := shared_factor(node, program, dims)) is not None:
             found[id(factor)] = factor
+    for type_ in input_types(program, dims, "parameter").values():
+        if len(type_.dims) == 1 and len(type_.dims[0]) > 1:
+            found = {i: f for i, f in found.items() if i not in ids(type_.dims[0])}
     routers = set[fx.Node]()
     for node, operator in dims.operators.items():
         if operator.rule.reduce and not ids(filter(None, [shared_factor(node, program, dims)])) & found.keys():
