@@ -18,7 +18,7 @@ After::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 from unittest.mock import patch
@@ -76,12 +76,12 @@ class Attention(TorchFunctionMode):
     hides. Repeated heads of keys and values go. What the operator does not take, such as tensors of five dims, stays.
     """
 
-    def __init__(self, name_of: Callable[[torch.Tensor], str]) -> None:
-        """``name_of``: where the model keeps a tensor that is none of the trace's, or nothing."""
+    def __init__(self, name_of: Callable[[torch.Tensor], str], learned: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """``name_of``: where the model keeps a tensor that is none of the trace's, or nothing; its parameters."""
         super().__init__()
         self._name_of = name_of
         self._known = _Known()
-        self._formulas = Formulas()
+        self._formulas = Formulas(self._value, learned)
         self._tensors: dict[fx.Node, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,6 +151,10 @@ class Attention(TorchFunctionMode):
         out = scaled_dot_product(heads[0], heads[1], heads[2], bias, float(dropout_p), is_causal, number)
         # Torch computes the formula then, whose result is row-major.
         return out.squeeze(1).contiguous() if query.ndim == 3 else out
+
+    def _value(self, node: fx.Node) -> torch.Tensor | None:
+        with without_modes():
+            return self._known.value(node)
 
     def _hides(self, mask: torch.Tensor, queries: int, keys: int) -> str | None:
         node = traced_node(mask)

@@ -213,7 +213,7 @@ class Harness(nn.Module):
                 Regions(self._recomputed).recorded(),
                 origins.recorded(),
                 intercepts.entered(),
-                Attention(partial(where_kept, self.model)),
+                Attention(partial(where_kept, self.model), self.model.parameters),
                 ChunkStates(),
                 hooks.watched(),
                 self._plain_attributes(),

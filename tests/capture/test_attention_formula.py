@@ -144,7 +144,33 @@ def of_queries(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k[:, :1].mT).softmax(-2) @ v[:, :1]
 
 
-@pytest.mark.parametrize("formula", [written_to, rounded, dropped, capped, of_queries])
+def hidden(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The batch says which keys are hidden: in its first sample all of them."""
+    seen = torch.tensor([False, True])[:, None, None, None] & (x[:, None, None, :, 0] > -1)
+    scores = torch.where(seen, q @ k[:, :1].mT, torch.finfo(x.dtype).min)
+    if m.sink:
+        own = m.sinks.view(1, -1, 1, 1).expand(ROWS, -1, TOKENS, 1)
+        return torch.cat([scores, own], -1).softmax(-1)[..., :-1] @ v[:, :1]
+    return scores.softmax(-1) @ v[:, :1]
+
+
+def test_queries_that_see_no_key() -> None:
+    """A mean of all keys, whose gradients no kernel has, or with a sink nothing."""
+    for sink in (False, True):
+        model = ByFormula(hidden)
+        model.sink = sink
+        report = verify(model, batch(), {"a": 2}, plan="random", seed=1)
+        assert max(report.max_error, report.capture_error) < BOUND
+        found = [n.target for n in report.program.graph.graph.nodes]
+        assert (SOFTMAX in found, any("attention" in str(t) for t in found)) == (not sink, sink)
+
+
+def hidden_by_numbers(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.where(causal(x).flip(0, 1).roll(1, 0).logical_and(causal(x)), 0.0, torch.finfo(x.dtype).min)
+    return (q @ k[:, :1].mT + mask).softmax(-1) @ v[:, :1]
+
+
+@pytest.mark.parametrize("formula", [written_to, rounded, dropped, capped, of_queries, hidden_by_numbers])
 def test_other_formulas_stay(formula: Callable[..., Tensor]) -> None:
     found = targets(ByFormula(formula))
     assert SOFTMAX in found and attention not in found

@@ -17,15 +17,16 @@ After::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar._torch_compat import traced_graph, traced_node
 from autopar.capture.functions.calls import Call, Calls, OtherError, is_last, name_of
+from autopar.capture.functions.hidden_rows import HIDDEN, Part, may_hide_rows
 
 _CASTS = frozenset(("to", "float", "double", "half", "bfloat16", "type_as", "type", "contiguous"))
 _VIEWS = frozenset(("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze"))
@@ -38,9 +39,6 @@ _STEPS |= frozenset(
     )
 )  # fmt: skip
 """Names of functions that the formula consists of."""
-
-_HIDDEN = -1e38
-"""What is at most this is put in a score's place to hide a key: beside it no score counts."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,7 @@ class _Scores:
         shape: of the scores.
         scale: of the product.
         added: makes the bias, of the shape that it broadcasts to.
+        parts: what it is made of.
         sinks: the last column, which is of no key.
     """
 
@@ -82,13 +81,16 @@ class _Scores:
     shape: torch.Size
     scale: float = 1.0
     added: Callable[[], Tensor] | None = None
+    parts: tuple[Part, ...] = ()
     sinks: Tensor | None = None
 
 
 class Formulas:
     """Attention by its formula, found while a model is traced."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Callable[[fx.Node], Tensor | None], learned: Callable[[], Iterable[Tensor]]) -> None:
+        """``known``: the value of a node that depends on no input; ``learned``: the model's parameters."""
+        self._known, self._learned = known, learned
         self._calls = Calls(_STEPS)
         self.note = self._calls.note
 
@@ -119,6 +121,9 @@ class Formulas:
         if q.shape[:2] != lead:
             raise OtherError
         whole = torch.Size((*lead, queries, keys))
+        # With a sink there is always something that a query sees.
+        if scores.sinks is None and may_hide_rows(scores.parts, self._known, self._learned, queries, keys):
+            raise OtherError
         bias = None if scores.added is None else _bias(scores.added(), scores.shape, whole)
         if bias is not None and bias.dtype != q.dtype:
             raise OtherError  # a kernel would compute in the dtype of queries
@@ -194,8 +199,9 @@ class Formulas:
                 continue
             if found.sinks is not None:
                 raise OtherError
-            before = found.added
-            return replace(found, added=(lambda: bias) if before is None else (lambda: before() + bias))  # noqa: B023
+            before, parts = found.added, (*found.parts, Part(bias))
+            total = (lambda: bias) if before is None else (lambda: before() + bias)  # noqa: B023
+            return replace(found, added=total, parts=parts)
         raise OtherError
 
     def _hidden(self, call: Call, tensor: Tensor) -> _Scores:
@@ -208,7 +214,7 @@ class Formulas:
             inverted = isinstance(scores, Tensor)
             scores, number = (scores, number) if inverted else (number, scores)
         fits = isinstance(scores, Tensor) and scores.shape == tensor.shape
-        if not fits or not isinstance(number, int | float) or number > _HIDDEN:
+        if not fits or not isinstance(number, int | float) or number > HIDDEN:
             raise OtherError
         found = self._scores(scores, tensor.shape)
         if found.sinks is not None:
@@ -220,7 +226,7 @@ class Formulas:
             other = scores.new_zeros(()) if before is None else before()
             return torch.where(hides, scores.new_full((), number), other)
 
-        return replace(found, added=added)
+        return replace(found, added=added, parts=(*found.parts, Part(mask, float(number), inverted)))
 
     def _with_sinks(self, call: Call, tensor: Tensor) -> _Scores:
         (parts, *rest) = call.args
@@ -270,7 +276,7 @@ def _baddbmm(call: Call, tensor: Tensor) -> _Scores:
     added, left, right = tensors
     # With beta 0 nothing is added, not even what is not finite.
     bias: Callable[[], Tensor] | None = None if not beta else (lambda: added * beta)
-    return _Scores(left, right, tensor.shape, float(alpha), bias)
+    return _Scores(left, right, tensor.shape, float(alpha), bias, (Part(added),) if beta else ())
 
 
 def _of_heads(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
