@@ -31,7 +31,7 @@ def sinks(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As gpt-oss has it, with a mask of numbers and in a numerically safe form."""
     k, v = (t[:, :, None].expand(-1, -1, HEADS // KEYS, -1, -1).reshape(q.shape) for t in (k, v))
     scores = torch.matmul(q, k.transpose(2, 3)) * 0.3
-    scores = scores + torch.where(causal(x), 0.0, torch.finfo(x.dtype).min)[None, None]
+    scores = scores + torch.where(causal(x), 0.0, torch.finfo(torch.float32).min)[None, None].to(x.dtype)
     own = m.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
     scores = torch.cat([scores, own], dim=-1)
     scores = scores - scores.max(dim=-1, keepdim=True).values
