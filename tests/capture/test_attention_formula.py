@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.capture import capture
+from autopar.compiler import program_of
 from autopar.ir.ops.attention import attention
 from autopar.ir.ops.sequence.attention_sinks import attention_with_sinks
 from autopar.ir.ops.sequence.send_block import send_block
@@ -94,6 +95,17 @@ def test_formulas_are_attention(seed: int) -> None:
     assert max(report.max_error, report.capture_error) < BOUND
     found = [n.target for n in report.program.graph.graph.nodes]
     assert SOFTMAX not in found and sum("attention" in str(t) for t in found) >= 6
+
+
+def test_masks_are_read() -> None:
+    """Keys that numbers hide, in the place of scores or added to them."""
+
+    def filled(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k[:, :1].mT).masked_fill(~causal(x), torch.finfo(x.dtype).min).softmax(-1) @ v[:, :1]
+
+    nodes = program_of(ByFormula(sinks, filled), batch()).graph.graph.nodes
+    kernels = [n for n in nodes if n.target is attention]
+    assert [n.args[3:7] for n in kernels] == [(None, None, 0.0, True)] * 2
 
 
 def test_sinks_beside_keys_in_a_ring() -> None:

@@ -223,8 +223,9 @@ class Formulas:
 
         def added() -> Tensor:
             hides = ~mask if inverted else mask
-            other = scores.new_zeros(()) if before is None else before()
-            return torch.where(hides, scores.new_full((), number), other)
+            # Of numbers, not of scores: what makes a mask is read from the graph.
+            least, zero = (torch.full((), n, dtype=scores.dtype, device=scores.device) for n in (number, 0.0))
+            return torch.where(hides, least, zero if before is None else before())
 
         return replace(found, added=added, parts=(*found.parts, Part(mask, float(number), inverted)))
 
