@@ -108,7 +108,7 @@ def of_accelerate(keys: Keys, devices: int | None) -> Setup:
     compute = _precision(keys)
     parallelism = _accumulated(keys, parallelism, compute)
     keys.finish(REASONS)
-    return Setup(parallelism, compute, clip=clip)
+    return Setup(parallelism, compute, clip=clip, scaler={} if compute == "fp16" else None)
 
 
 def _kind(keys: Keys) -> str:
