@@ -15,6 +15,7 @@ from autopar.costs.arguments import FLAG, require, whole
 from autopar.costs.outer_exchange import RoundCost
 from autopar.errors import AutoparError
 from autopar.module.low_communication.choose_round import AUTO, Wanted, chosen, predicted
+from autopar.module.low_communication.compressed.step import first_infinite
 from autopar.module.low_communication.exchange import InFlight, send, sent_bytes
 from autopar.module.low_communication.fragments import split_in_fragments
 from autopar.module.low_communication.outer import OuterState, require_exchangeable
@@ -198,7 +199,9 @@ class LocalSteps(WorkerExchange):
     def _average_gradients(self) -> None:
         """Replace each gradient by the mean over workers."""
         what = f"synchronous step {self.steps + 1} of {self.model._autopar.name}"
-        gradients, _ = self._gradients(what)
+        gradients, notes = self._gradients(what, first_infinite)
+        if self._leaves_out(notes):
+            return
         with self._workers.everyone.during(what):
             for local in gradients.values():
                 mean = local.contiguous()

@@ -102,7 +102,7 @@ class CompressedGradients(WorkerExchange):
             require_plain_adam(optimizer, method)
         require_compressible(self._parameters())
         self._step: WorkerStep | None = None
-        self._compared = False
+        self._compared = self._left_out = False
         self._attach(self._before, self._after)
 
     @property
@@ -180,6 +180,9 @@ class CompressedGradients(WorkerExchange):
         step, parameters = self._begun(), self._parameters()
         what = f"step {step.steps + 1} of {self.model._autopar.name}"
         gradients, notes = self._gradients(what, first_infinite, (("options of the optimizer", self._options()),))
+        self._left_out = self._leaves_out(notes)
+        if self._left_out:
+            return
         require_finite(notes, what)
         with self._workers.everyone.during(f"{what}: compressed gradients"), torch.no_grad():
             _, sent = over_group(step.before(parameters, gradients, self.optimizer), self._workers.group)
@@ -187,7 +190,8 @@ class CompressedGradients(WorkerExchange):
 
     def _after(self) -> None:
         """After an optimizer's step."""
-        self._begun().after()
+        if not self._left_out:
+            self._begun().after()
 
     def _options(self) -> str:
         """Learning rates and the like, which a scheduler may have made different on each worker."""
