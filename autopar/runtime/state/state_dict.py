@@ -131,7 +131,7 @@ def prepare_load(
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     # Under a pipeline placements do not say where a tied parameter is, and its type is known by its first name.
-    types = types | {n: types[first] for n, first in _first_names(module).items() if first in types}
+    types = {**types} | {n: types[first] for n, first in _first_names(module).items() if first in types}
     with torch.no_grad():
         for name, parameter in named.items():
             value = state.get(prefix + name)

@@ -104,13 +104,13 @@ def denominator(
     state: Mapping[str, Any], like: torch.Tensor, beta2: float, count: int, group: Mapping[str, Any]
 ) -> torch.Tensor:
     """``sqrt(v / (1 - beta2^count)) + eps``, v being of so many updates, in the dtype of ``like``."""
-    variance = to_local(state["exp_avg_sq"]).to(like)
+    variance: torch.Tensor = to_local(state["exp_avg_sq"]).to(like)
     return (variance.sqrt() / (1 - beta2 ** max(1, count)) ** 0.5).add_(float(group["eps"]))
 
 
 def without_variance(state: Mapping[str, Any]) -> torch.Tensor:
     """Which numbers of this rank's shard have had no gradient."""
-    return to_local(state["exp_avg_sq"]) == 0
+    return to_local(state["exp_avg_sq"]).eq(0)
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:

@@ -69,8 +69,8 @@ class Signs:
             answers.append(packed)
             answer_scales.append(scale)
         received = yield Request(GATHER, _payload(answers, answer_scales)[0])
-        arrived = self._decoded(received, tensors)
-        return {n: whole(torch.where(moves[n], rows, 0.0), tensors[n].shape) for n, rows in arrived}
+        found = self._decoded(received, tensors)
+        return {n: whole(torch.where(moves[n], rows, 0.0), tensors[n].shape) for n, rows in found}
 
     def _moves(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Which numbers of each piece are of the tensor, and none of those that stay."""

@@ -245,7 +245,8 @@ def _begin(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
 
 
 def _rate(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
-    return float(group["lr"]) / (1 - float(group["betas"][0]) ** float(state["step"]))
+    beta, step = float(group["betas"][0]), float(state["step"])
+    return float(group["lr"]) / float(1 - beta**step)
 
 
 def _with_decay(
