@@ -105,7 +105,8 @@ def denominator(
 ) -> torch.Tensor:
     """``sqrt(v / (1 - beta2^count)) + eps``, v being of so many updates, in the dtype of ``like``."""
     variance: torch.Tensor = to_local(state["exp_avg_sq"]).to(like)
-    return (variance.sqrt() / (1 - beta2 ** max(1, count)) ** 0.5).add_(float(group["eps"]))
+    found: torch.Tensor = variance.sqrt() / (1 - beta2 ** max(1, count)) ** 0.5
+    return found.add_(float(group["eps"]))
 
 
 def without_variance(state: Mapping[str, Any]) -> torch.Tensor:
