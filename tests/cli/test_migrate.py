@@ -123,6 +123,7 @@ SEVERAL = {"replica": "data", "data": "shard", "tensor": "sequence"}
         ("a.json", zero(0, fp16={"enabled": True}, gradient_accumulation_steps=4), 4, {"data": 4}, {"recipe": "ddp"}),
         ("a.yml", fsdp("fsdp_sharding_strategy: FULL_SHARD"), None, {"data": 4}, {"recipe": "fsdp"}),
         ("a.yaml", fsdp("fsdp_sharding_strategy: 2"), None, {"data": 4}, {"recipe": "zero2"}),
+        ("a.yaml", fsdp("sharding_strategy: 2\n  min_num_params: 9"), None, {"data": 4}, {"recipe": "zero2"}),
         ("a.yaml", fsdp("fsdp_reshard_after_forward: NO_SHARD"), None, {"data": 4}, {"recipe": "ddp"}),
         ("a.yaml", fsdp("fsdp_sharding_strategy: HYBRID_SHARD"), None, {"replica": 2, "data": 2}, {"recipe": "hsdp"}),
         ("a.yaml", fsdp("fsdp_version: 2\n  fsdp_reshard_after_forward: false"), 8, {"data": 8}, {"recipe": "zero2"}),
