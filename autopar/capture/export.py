@@ -34,9 +34,11 @@ from autopar._torch_compat import (
 )
 from autopar.capture.decompositions import decompositions
 from autopar.capture.describe import describe
+from autopar.capture.functions.refused import require_plain
 from autopar.capture.harness import Harness, LossFunction
 from autopar.capture.intercepts import extent, refused_view
 from autopar.capture.origins import record_origins
+from autopar.capture.outside import require_own_seeds
 from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_modules
 from autopar.capture.state.record import Record
 from autopar.capture.state.slots import VIEW_OF, state_tensors
@@ -44,7 +46,6 @@ from autopar.capture.state.writes import Replay
 from autopar.capture.swap import refuse_opaque, swapped
 from autopar.errors import CaptureError
 from autopar.ir.checkpoint_regions import mark
-from autopar.ir.graph import user_line
 from autopar.ir.module_outputs import mark_module_outputs
 from autopar.ir.program import Program
 from autopar.ir.signature import binding, floats
@@ -169,7 +170,8 @@ def _attempt(
             with torch.set_grad_enabled(training), _quiet(), backward_watched(model, record):
                 joint = _trace(harness, fakes)
             program = describe(joint, harness, training)
-            _require_dense(joint.graph)
+            require_plain(joint.graph)
+            require_own_seeds(harness.seen.seeded, joint.graph)
             mark_module_outputs(program)
             program = _check_gradients(program, harness, fakes, mode)
         except CaptureError as e:
@@ -188,16 +190,6 @@ def _attempt(
     counted = frozenset((w.module, w.path) for w in program.state.writes if isinstance(w.value, Replay))
     state = replace(program.state, counted=counted, constants=not promote)
     return replace(program, state=state, guards=recorder.guards)
-
-
-def _require_dense(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            raise CaptureError(
-                f"a tensor of layout {value.layout} ({user_line(node)}): only dense ones are laid out; compute with "
-                "to_dense() of it, or with index_add, scatter_add or gather in its place"
-            )
 
 
 def _require_apart(model: nn.Module, program: Program) -> None:

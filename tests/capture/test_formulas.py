@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import autopar
 from autopar.capture import capture
+from autopar.errors import CaptureError
 
 TOLERANCE = 1e-9
 
@@ -39,6 +40,7 @@ def _windows_written(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     z = y[:, :3].clone()
     z.unfold(1, 2, 2).mul_(2)
     z.unfold(1, 1, 2).add_(1)
+    z.unfold(1, 2, 3).sub_(1)
     z.T.unfold(1, 2, 4).mul_(x[:3, :2].reshape(3, 2, 1).mT)
     z.T.fill_diagonal_(3.0)
     return z
@@ -83,3 +85,15 @@ def test_negative_variances_are_refused() -> None:
     (check,) = capture(Call(negative), (torch.ones(ROWS, CLASSES, dtype=torch.float64),)).state.checks
     with pytest.raises(ValueError, match=r"gaussian_nll_loss was given negative variances, at .*formulas\.py:\d+;"):
         check([torch.tensor(1)] * 9)
+
+
+def test_windows_whose_gaps_a_trace_loses_are_refused() -> None:
+    def written(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        y = torch.cat([y, y * 2], 1)
+        y.unfold(1, 2, 3).mul_(2)
+        return y
+
+    with pytest.raises(
+        CaptureError, match=r"unfold\(1, 2, 3\), .*formulas\.py:\d+\).* pad dim 1 from 8 to a multiple of 3"
+    ):
+        capture(Call(written), (torch.ones(ROWS, CLASSES, dtype=torch.float64),))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from autopar.capture.functions.windows import unfold
+
 
 def rms_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
@@ -155,23 +157,6 @@ def fill_diagonal_(tensor: torch.Tensor, fill_value: float, wrap: bool = False) 
         return tensor.fill_diagonal_(fill_value, wrap)
     tensor.diagonal().fill_(fill_value)
     return tensor
-
-
-def unfold(tensor: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    """``torch.Tensor.unfold`` of what windows cover: where one is written to, the trace has zeros for the rest."""
-    length = tensor.shape[dimension] if tensor.ndim else 0
-    if not 0 < size <= min(step, length):  # windows that overlap are not written to
-        return tensor.unfold(dimension, size, step)
-    d, count = dimension % tensor.ndim, (length - size) // step + 1
-    if size == step:
-        return tensor.narrow(d, 0, count * size).unfold(d, size, step)
-    if size == 1:
-        return tensor[(slice(None),) * d + (slice(None, None, step),)].unsqueeze(-1)
-    if count * step > length:
-        return tensor.unfold(dimension, size, step)
-    whole = tensor.narrow(d, 0, count * step)
-    steps: torch.Tensor = torch.unflatten(whole, d, (count, step))
-    return steps.narrow(d + 1, 0, size).movedim(d + 1, -1)
 
 
 BY_FORMULA: dict[Any, Callable[..., Any]] = {
