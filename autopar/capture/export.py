@@ -364,6 +364,22 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def _leaves(results: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of the tensors that a backward pass of these results may give gradients to."""
+    found: set[int] = set()
+    # Kept, since Python makes an object anew for each node that nobody holds, with an id of its own.
+    seen = {r.grad_fn for r in results}
+    pending = [n for n in seen if n is not None]
+    while pending:
+        node: Any = pending.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        more = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= more
+        pending += more
+    return found | {id(r) for r in results if r.is_leaf}
+
+
 def _check_gradients(
     program: Program, harness: Harness, fakes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> Program:
@@ -383,7 +399,8 @@ def _check_gradients(
         with mode, _quiet(), compiling(), _uncompiled():
             results = harness(*fakes)
             live = [r for r in results if r.requires_grad]
-            if live:
+            parameters = {n: p for n, p in harness.model.named_parameters() if n in missing}
+            if live and not _leaves(live).isdisjoint(map(id, parameters.values())):
                 torch.autograd.backward(live, [torch.ones_like(r) for r in live])
     except CaptureError:
         raise

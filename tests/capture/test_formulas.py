@@ -46,6 +46,20 @@ def _windows_written(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return z
 
 
+def _bent(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Gradients of gradients of determinants, for which torch traces other determinants, of column-major matrices."""
+    m = weight + 3
+    (slope,) = torch.autograd.grad(torch.linalg.det(m) + torch.slogdet(m)[1], m, create_graph=True)
+    return y @ slope
+
+
+def _parts_written(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    z = x.clone()
+    z.unsafe_chunk(2, 1)[1].mul_(2)
+    (nothing,) = y[:, :0].split(3, 1)
+    return y * z + nothing.sum() + (x.abs() + 1).polygamma_(2)
+
+
 CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "labels behind the first -1": _behind_the_end,
     "covariance": lambda y, x, weight: torch.cov(y.T),
@@ -55,6 +69,8 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "variance of a row": lambda y, x, weight: functional.gaussian_nll_loss(y, x, y[:, 0].square()),
     "one matrix, many right sides": lambda y, x, weight: torch.linalg.solve(weight + 3, y.unsqueeze(-1)),
     "determinant": lambda y, x, weight: y * torch.linalg.det(weight + 3) + torch.slogdet(weight.mT).logabsdet,
+    "gradients of gradients of determinants": _bent,
+    "parts of nothing, and parts that are written to": _parts_written,
     "determinants of other strides": lambda y, x, weight: y.T.reshape(2, 4, 4).mT.det(),
     "windows and diagonals of views, written to": _windows_written,
     "eigenvalues, whose gradient checks a matrix": lambda y, x, weight: y @ torch.linalg.eig(weight)[0].abs(),

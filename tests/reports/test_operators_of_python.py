@@ -47,6 +47,10 @@ FUNCTIONS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], dict[str
     "gradient penalty": (penalty, {}),
     "func.grad": (lambda m, x: torch.func.grad(lambda y: m.f(y).tanh().sum())(x).square().sum(), {}),
     "vmap": (lambda m, x: torch.func.vmap(lambda y: m.f(y).tanh())(x).square().sum(), {}),
+    "hessians of samples, and a parameter without a gradient": (
+        lambda m, x: torch.func.vmap(torch.func.hessian(lambda y: m.f(y).tanh().sum()))(x).square().sum(),
+        {"unused": nn.Linear(1, 1)},
+    ),
     "functional_call": (
         lambda m, x: torch.func.functional_call(m.f, {"weight": m.f.weight * 2}, (x,)).square().sum(),
         {},

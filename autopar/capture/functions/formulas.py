@@ -159,6 +159,11 @@ def fill_diagonal_(tensor: torch.Tensor, fill_value: float, wrap: bool = False) 
     return tensor
 
 
+def polygamma_(tensor: torch.Tensor, n: int) -> torch.Tensor:
+    """``torch.Tensor.polygamma_``, which a trace takes for an operator of the user's."""
+    return tensor.copy_(torch.polygamma(n, tensor.clone()))
+
+
 BY_FORMULA: dict[Any, Callable[..., Any]] = {
     functional.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
@@ -168,7 +173,15 @@ BY_FORMULA: dict[Any, Callable[..., Any]] = {
     torch.corrcoef: corrcoef,
     torch.Tensor.corrcoef: corrcoef,
     torch.Tensor.fill_diagonal_: fill_diagonal_,
+    torch.Tensor.polygamma_: polygamma_,
     torch.Tensor.unfold: unfold,
+    # Traced as copies: what is written to a part would not show in the tensor.
+    torch.unsafe_chunk: torch.chunk,
+    torch.Tensor.unsafe_chunk: torch.chunk,
+    torch.unsafe_split: torch.split,
+    torch.Tensor.unsafe_split: torch.split,
+    torch.unsafe_split_with_sizes: torch.split,
+    torch.Tensor.unsafe_split_with_sizes: torch.split,
     **{function: _of_row_major(function) for function in DETERMINANTS},
 }
 """By function: what is traced in its place."""
