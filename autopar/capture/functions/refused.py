@@ -29,7 +29,7 @@ def require_plain(graph: fx.Graph) -> None:
             _refuse_writing(node)
         if node.target is operator.getitem and isinstance(value, list | tuple):
             raise CaptureError(
-                f"{node.args[0].target} ({user_line(node)}) returns a list of tensors among its results, which no "
+                f"{node.all_input_nodes[0].target} ({user_line(node)}) returns a list of tensors among its results, which no "
                 "layout describes; let the operator return them one by one: Tuple[Tensor, Tensor]"
             )
         if node.target is torch.ops.aten.unfold_backward.default:
@@ -48,7 +48,8 @@ def _refuse_writing(node: fx.Node) -> None:
 
 def _refuse_gaps(node: fx.Node) -> None:
     """Windows with gaps that forward writes to: the trace has lost what is in the gaps."""
-    sizes, dim, size, step = node.args[1:]
+    arguments: Any = node.args
+    sizes, dim, size, step = arguments[1:]
     if node.meta.get("partitioner_tag") == "is_backward" or not sizes or size >= min(step, sizes[dim]):
         return
     raise CaptureError(
