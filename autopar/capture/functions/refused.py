@@ -29,8 +29,8 @@ def require_plain(graph: fx.Graph) -> None:
             _refuse_writing(node)
         if node.target is operator.getitem and isinstance(value, list | tuple):
             raise CaptureError(
-                f"{node.all_input_nodes[0].target} ({user_line(node)}) returns a list of tensors among its results, which no "
-                "layout describes; let the operator return them one by one: Tuple[Tensor, Tensor]"
+                f"{node.all_input_nodes[0].target} ({user_line(node)}) returns a list of tensors among its results, "
+                "which no layout describes; let the operator return them one by one: Tuple[Tensor, Tensor]"
             )
         if node.target is torch.ops.aten.unfold_backward.default:
             _refuse_gaps(node)
