@@ -47,6 +47,7 @@ class Seen:
         stride_read: the user's line that reads strides.
         numbers: paths of numbers that the call changes.
         added_to: state that a checkpointed function adds to.
+        seeded: what libraries do to torch's generator.
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,7 @@ class Seen:
         self.observed: list[Observation] = []
         self.checks: tuple[Check, ...] = ()
         self.stride_read = self.added_to = ""
+        self.seeded: list[str] = []
         self.numbers: list[tuple[str, Path]] | None = None
 
 
@@ -209,7 +211,7 @@ class Harness(nn.Module):
         try:
             with (
                 uncached(reached.scopes),
-                refused(reached.globals),
+                refused(reached.globals, self.seen.seeded),
                 Regions(self._recomputed).recorded(),
                 origins.recorded(),
                 intercepts.entered(),
