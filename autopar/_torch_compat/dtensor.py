@@ -141,7 +141,7 @@ def refuse_items_of_unreduced() -> None:
             if not all(p.is_replicate() for p in tensor.placements):
                 raise RuntimeError(
                     f"{name}() of a tensor that lies as {tensor.placements} would be this rank's part of it: call "
-                    f"full_tensor().{name}(), on all ranks"
+                    f'full_tensor().{name}(), on all ranks, or parallelize(..., outputs="whole") for plain outputs'
                 )
             return method(
                 tensor._local_tensor.detach() if not tensor.requires_grad else tensor._local_tensor, *args, **kwargs
@@ -202,6 +202,8 @@ def run_beyond_dtensor(
         # Torch's own dispatch writes to a DTensor only.
         if plain and any(t is v for t in plain for v in written_by(op, args, kwargs)):
             return run(op, args, kwargs)
+        if op is torch.ops.aten.cat.default and len(joined := _without_empty(args[0])) < len(args[0]):
+            return op(joined, *args[1:], **kwargs)
         try:
             found = propagate(op, args, kwargs, info, try_cache)
         # Nothing has been sent yet: every rank comes here alike.
@@ -235,6 +237,12 @@ def _plain_tensors(value: Any) -> list[torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
     return [t for t in tensors_in(value) if not isinstance(t, DTensor)]
+
+
+def _without_empty(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without those of shape [0], which ``torch.cat`` takes beside tensors of any shape, and torch's rule splits."""
+    left = [t for t in tensors if tuple(t.shape) != (0,)]
+    return left or list(tensors)
 
 
 def _is_loss(op: Any) -> bool:
