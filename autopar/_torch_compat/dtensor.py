@@ -261,13 +261,17 @@ def _moves_a_view(op: Any, info: Any, found: Any) -> bool:
 def _reduced_scalars(op: Any, args: Any, info: Any, found: Any) -> Any:
     """The result of an operator some of whose results are scalars of which each rank would have its term: reduced.
 
+    So is what a table of which each rank has some rows gives, which torch can reduce once, and fails the second time.
+
     Anything else: ``found``, torch's decision, as it is.
     """
     from torch.distributed.tensor import DTensor
 
     def is_term(spec: Any) -> bool:
-        is_scalar = isinstance(spec, DTensorSpec) and spec.tensor_meta is not None and spec.tensor_meta.shape == ()
-        return is_scalar and any(p.is_partial() for p in spec.placements)
+        if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
+            return False
+        is_kind = spec.tensor_meta.shape == () or op is torch.ops.aten.embedding.default
+        return is_kind and any(p.is_partial() for p in spec.placements)
 
     specs = getattr(found, "output_spec", None)
     each = specs if isinstance(specs, list | tuple) else (specs,)

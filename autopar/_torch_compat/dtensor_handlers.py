@@ -43,7 +43,7 @@ def take_shape_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
     tensor = args[0]
     tensor._local_tensor, tensor._spec = result._local_tensor, result._spec
-    return_and_correct_aliasing(op, args, kwargs, tensor)
+    return_and_correct_aliasing(op, args, kwargs, tensor)  # type: ignore[no-untyped-call]
 
 
 def leave_trace(op: Any, arguments: Any) -> None:
@@ -63,7 +63,7 @@ def copy_parameters_alone() -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    own = torch.Tensor.__deepcopy__
+    own: Any = torch.Tensor.__deepcopy__
 
     def deep_copied(tensor: Any, memo: dict[int, Any]) -> Any:
         if id(tensor) in memo or not tensor.is_leaf:

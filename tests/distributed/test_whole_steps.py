@@ -133,3 +133,30 @@ def compiled(rank: int) -> float:
 
 def test_a_loss_compiled_with_the_call_of_the_model_is_eagers(two_ranks: Ranks) -> None:
     assert max(two_ranks.run(compiled)) < 1e-9
+
+
+def by_parts(rank: int) -> float:
+    """Gradients of a script that calls the model, a slice of it, and a part of it."""
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Embedding(8, 4), nn.Tanh(), nn.Linear(4, 8)).double()
+
+    pins = {"0.weight": ("S(0)",), "2.weight": ("S(0)",)}
+    models, tokens = (
+        [parallelize(made(), mesh_of(2), search=Search(pins=pins)), made()],
+        torch.arange(16).view(2, 8) % 8,
+    )
+    for model in models:
+        read, rows = model[:2](tokens), model[0](tokens)
+        assert type(model[:2]) is nn.Sequential
+        # Twice: torch reduces what a split table gives once, and fails then.
+        (model(tokens).square().mean() + model[2](read + rows + rows.tanh()).square().mean()).backward()
+    pairs = zip(*(m.parameters() for m in models), strict=True)
+    return max(float((whole(a.grad) - b.grad).abs().max()) for a, b in pairs)
+
+
+def test_parts_that_a_script_calls_are_those_of_one_device(two_ranks: Ranks) -> None:
+    assert max(two_ranks.run(by_parts)) < 1e-9
