@@ -3,132 +3,49 @@
 Each sample becomes a module: parameters times the arguments, the operator, a weighted sum of its results, which are
 returned, too. `autopar.verify` compares loss, gradients and results with eager mode on an emulated mesh. Samples are
 made with the database's sizes replaced: by 4 and 8, which axes of 2 and 4 divide, and by 7 and 14, for which plans pad
-parameters. One dtype a run, all of it in 64 bits.
+parameters; ``--sizes ones,empty`` has one or none of the smallest. One dtype a run, all of it in 64 bits.
 
     python benchmarks/operators.py --samples 1 --plans 1 --json
+    python benchmarks/operators.py --dtype complex128 --variants inplace,view,written,penalty,jvp,transposed
+    python benchmarks/operators.py --database modules
+    python benchmarks/operators.py --devices one --plans 1  # what `parallelize` runs, without a mesh
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import sys
+import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
-from torch import nn
 
 import autopar
-from autopar._torch_compat import operator_database
+from autopar._torch_compat import module_database, operator_database
 from autopar.errors import AutoparError, CertificateError, InvalidRuleError, PassError
-
-SIZES = {"divisible": (4, 8, 12), "padded": (7, 14, 21)}
-"""The sizes S, M and L of the database's samples."""
+from benchmarks.operator_programs import SIZES, VARIANTS, Batch, Program, has_variant, layers, programs
 
 MESHES = ({"a": 2}, {"a": 4}, {"a": 2, "b": 2})
 BOUND = 1e-7
-MOST_ELEMENTS = 20_000
 
 UNDEFINED = ("empty", "new_empty", "_segment_reduce")
 """What returns memory as it is, and what reads past its arguments with other sizes than the database's."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Stands for tensor number ``index`` among the arguments."""
-
-    index: int
-
-
-def replaced(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Arguments with what ``function`` makes of each instance of ``kind``."""
-    if isinstance(value, kind):
-        return function(value)
-    if isinstance(value, dict):
-        return {k: replaced(v, kind, function) for k, v in value.items()}
-    if isinstance(value, list | tuple):  # results have classes of their own, which are tuples
-        made = [replaced(v, kind, function) for v in value]
-        return made if isinstance(value, list) else tuple(made)
-    return value
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors in arguments or results."""
-    found: list[torch.Tensor] = []
-    replaced(value, torch.Tensor, found.append)
-    return found
-
-
-class Program(nn.Module):
-    """The operator between parameters and a weighted sum.
-
-    Attributes:
-        weights: of ones, for each argument that has a gradient.
-    """
-
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, Any]) -> None:
-        super().__init__()
-        tensors = tensors_of(arguments)
-        numbers = iter(range(len(tensors)))
-        self.function, self.arguments = function, replaced(arguments, torch.Tensor, lambda _: Place(next(numbers)))
-        ones = {str(i): torch.ones_like(t.detach()) for i, t in enumerate(tensors) if t.requires_grad}
-        self.weights = nn.ParameterDict({i: nn.Parameter(w) for i, w in ones.items()})
-        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-
-    def results(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the operator returns, flat."""
-
-        def given(place: Place) -> torch.Tensor:
-            i, t = str(place.index), tensors[place.index]
-            return t * self.weights[i] if i in self.weights else t
-
-        args, kwargs = replaced(self.arguments, Place, given)
-        return tensors_of(self.function(*args, **kwargs))
-
-    def forward(self, tensors: Sequence[torch.Tensor], probes: Sequence[torch.Tensor]) -> Any:
-        """The loss, and the results."""
-        results = self.results(tensors)
-        loss: Any = 0.0
-        for r, p in zip(results, probes, strict=True):
-            term = (r * p).real if r.is_complex() else r.double() * p
-            loss = loss + term.sum()
-        return loss * self.scale, results
-
-
-def programs(operator: Any, dtype: torch.dtype, size: str, most: int) -> Iterator[tuple[Program, tuple[Any, Any]]]:
-    """Programs of an operator's first samples, and their batches."""
-    for module in [m for name, m in sys.modules.items() if name.startswith("torch.testing._internal")]:
-        for name, n in zip("SML", SIZES[size], strict=True):
-            if isinstance(vars(module).get(name), int):
-                setattr(module, name, n)
-    torch.manual_seed(0)
-    gradients = operator.supports_autograd and dtype in operator.supported_backward_dtypes("cpu")
-    samples = list(itertools.islice(operator.sample_inputs("cpu", dtype, requires_grad=gradients), 40))
-    # Those with the most dims to split first.
-    samples.sort(key=lambda s: -sum(n > 1 for t in tensors_of(s.input)[:1] for n in t.shape))
-    for sample in samples[:most]:
-        arguments = ((sample.input, *sample.args), sample.kwargs)
-        tensors = [t.detach() for t in tensors_of(arguments)]
-        if any(t.layout != torch.strided for t in tensors) or sum(t.numel() for t in tensors) > MOST_ELEMENTS:
-            continue
-        post = sample.output_process_fn_grad
-        program = Program(lambda *a, _f=operator.op, _p=post, **k: _p(_f(*a, **k)), arguments)
-        with torch.no_grad():
-            made = program.results([t.clone() for t in tensors])
-        probes = [torch.randn(r.shape, dtype=r.dtype if r.is_complex() else torch.float64) for r in made]
-        yield program, (tensors, probes)
 
 
 def outcome(program: Program, batch: tuple[Any, Any], axes: dict[str, int], seed: int) -> tuple[str, str]:
     """What came of a program, and what was said.
 
     ``right``; ``wrong``; ``refused``, a clear error; ``indivisible``, nothing that the mesh could split; ``drawn``, the
-    sample seeds numbers of its own; ``crashed``, any other error.
+    sample seeds numbers of its own; ``alone``, eager mode does not run in 64 bits; ``crashed``, any other error.
     """
     try:
         report = autopar.verify(program, batch, axes, plan="random", seed=seed)
@@ -141,42 +58,125 @@ def outcome(program: Program, batch: tuple[Any, Any], axes: dict[str, int], seed
         return "crashed", f"{type(e).__name__}: {e}"
     if "other random numbers" in report.note:
         return "drawn", report.note
+    if "does not run in" in report.note:
+        return "alone", report.note
     right = report.max_error <= BOUND and not report.capture_error > BOUND
     return ("right", "") if right else ("wrong", f"{report.worst}: {report.max_error:.2g}, {report.first_difference}")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the counts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", default="", help="part of an operator's name")
-    parser.add_argument("--dtype", default="float64")
-    parser.add_argument("--samples", type=int, default=2, help="of each operator and size")
-    parser.add_argument("--plans", type=int, default=2, help="of each sample")
-    parser.add_argument("--part", default="0/1", help="1/2: every second operator, from the second one on")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dtype, counts, operators, bad = getattr(torch, options.dtype), Counter[str](), set(), []
+def on_one_device(program: Program, batch: tuple[Any, Any]) -> tuple[str, str]:
+    """The same of the program as `autopar.parallelize` runs it on one device, in its own dtype, twice."""
+    plain, own = copy.deepcopy(program), copy.deepcopy(program)
+    try:
+        parallel = autopar.parallelize(own, None, deterministic=True)
+        found = [_step(parallel, batch) for _ in range(2)]
+    except AutoparError as e:
+        internal = isinstance(e, PassError | InvalidRuleError | CertificateError)
+        return "crashed" if internal else "refused", str(e)
+    except Exception as e:
+        return "crashed", f"{type(e).__name__}: {e}"
+    try:
+        expected = [_step(plain, batch) for _ in range(2)]
+    except Exception as e:
+        return "alone", f"{type(e).__name__}: {e}"
+    for a, b in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        coarse = (a.is_floating_point() and a.dtype != torch.float64) or a.dtype == torch.complex64
+        bound = 1e-3 if coarse else BOUND
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return "wrong", f"{a.dtype} {list(a.shape)} for {b.dtype} {list(b.shape)}"
+        if not torch.allclose(a, b, rtol=bound, atol=bound, equal_nan=True):
+            return "wrong", f"differs by {float((a.double() - b.double()).abs().max()):.2g}"
+    return "right", ""
+
+
+def _step(model: Any, batch: tuple[Any, Any]) -> list[torch.Tensor]:
+    """Loss, results and gradients of a call and its backward pass."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    tensors, probes = batch
+    loss, results = model([t.clone() for t in tensors], probes)
+    loss.backward()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [loss.detach(), *(r.detach().resolve_conj().resolve_neg().clone() for r in results), *gradients]
+
+
+Case = tuple[str, str, Iterator[tuple[Program, Batch]]]
+"""Name of the operator, what was chosen for it, and its programs."""
+
+
+def of_operators(options: argparse.Namespace) -> Iterator[Case]:
+    """What is asked for of torch's database of operators."""
+    dtype, variants = getattr(torch, options.dtype), options.variants.split(",")
     part, parts = map(int, options.part.split("/"))
     for operator in operator_database()[part::parts]:
         name = operator.formatted_name
         known = dtype in operator.supported_dtypes("cpu") and not name.startswith(UNDEFINED)
-        for size in SIZES if known and options.only in name else ():
-            try:
-                made = list(programs(operator, dtype, size, options.samples))
-            except Exception:  # the database's samples of an operator may not exist in these sizes
-                continue
-            for (program, batch), k in itertools.product(made, range(options.plans)):
-                axes = MESHES[sum(counts.values()) % 3]
-                kind, said = outcome(program, batch, axes, 2 * k + (size == "padded"))  # plans of odd seeds pad
-                counts[kind] += 1
-                operators.add(name)
-                if kind in ("wrong", "crashed"):
-                    bad.append({"operator": name, "size": size, "axes": axes, "outcome": kind, "said": said})
-                    print(bad[-1], flush=True)
-    found = {"operators": len(operators), "programs": sum(counts.values()), **counts}
-    print(json.dumps({**found, "bad": bad}, indent=1) if options.json else found)
+        if not known or options.only not in name:
+            continue
+        for size, variant in itertools.product(options.sizes.split(","), variants):
+            if has_variant(operator, variant):
+                yield name, f"{size} {variant}", programs(operator, dtype, size, variant, options.samples)
+
+
+def of_modules(options: argparse.Namespace) -> Iterator[Case]:
+    """The same of torch's database of modules, in training and evaluation."""
+    dtype = getattr(torch, options.dtype)
+    part, parts = map(int, options.part.split("/"))
+    for info, training in itertools.product(module_database()[part::parts], (True, False)):
+        if dtype in info.supported_dtypes("cpu") and options.only in info.name:
+            yield info.name, "train" if training else "eval", layers(info, dtype, options.samples, training)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--database", default="operators", choices=("operators", "modules"))
+    parser.add_argument("--only", default="", help="part of an operator's name")
+    parser.add_argument("--dtype", default="float64")
+    parser.add_argument("--sizes", default="divisible,padded", help=", ".join(SIZES))
+    parser.add_argument("--variants", default="function", help=", ".join(VARIANTS))
+    parser.add_argument("--devices", default="emulated", choices=("emulated", "one"))
+    parser.add_argument("--samples", type=int, default=2, help="of each operator, size and variant")
+    parser.add_argument("--plans", type=int, default=2, help="of each sample")
+    parser.add_argument("--part", default="0/1", help="1/2: every second operator, from the second one on")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which no operator is begun")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    for name, known in (("sizes", SIZES), ("variants", VARIANTS)):
+        if unknown := set(getattr(options, name).split(",")) - set(known):
+            parser.error(f"--{name}: {sorted(unknown)} is none of {', '.join(known)}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the counts."""
+    options = parsed(arguments)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    counts, operators, bad, refusals = Counter[str](), set(), [], Counter[str]()
+    end = time.monotonic() + 60 * options.minutes
+    for name, chosen, made in of_operators(options) if options.database == "operators" else of_modules(options):
+        if time.monotonic() > end:
+            print(f"the time is up before {name}", flush=True)
+            break
+        try:
+            found = list(made)
+        except Exception:  # the database's samples of an operator may not exist in these sizes
+            continue
+        for (program, batch), k in itertools.product(found, range(options.plans)):
+            axes = MESHES[sum(counts.values()) % 3]
+            seed = 2 * k + ("padded" in chosen)  # plans of odd seeds pad
+            emulated = options.devices == "emulated"
+            kind, said = outcome(program, batch, axes, seed) if emulated else on_one_device(program, batch)
+            counts[kind] += 1
+            operators.add(name)
+            if kind == "refused":
+                refusals[f"{name} {chosen}: {said}"] += 1
+            if kind in ("wrong", "crashed"):
+                bad.append({"operator": name, "chosen": chosen, "axes": axes, "outcome": kind, "said": said})
+                print(bad[-1], flush=True)
+    total = {"operators": len(operators), "programs": sum(counts.values()), **counts}
+    print(json.dumps({**total, "bad": bad, "refusals": list(refusals)}, indent=1) if options.json else total)
 
 
 if __name__ == "__main__":

@@ -219,8 +219,9 @@ def stack(tensors: Sequence[Spec], dim: int = 0) -> Rule:
 def split(x: Spec, sizes: int | Sequence[int], dim: int = 0) -> Rule:
     """Consecutive parts of a dim, in pieces as long as the largest length that divides all of them."""
     total = x.shape[dim]
-    # A size gives parts of that length, the last one shorter.
-    parts = [min(sizes, total - i) for i in range(0, total, sizes)] if isinstance(sizes, int) else list(sizes)
+    # A size gives parts of that length, the last one shorter; of nothing, one part.
+    lengths = [min(sizes, total - i) for i in range(0, total, sizes or 1)] if isinstance(sizes, int) else list(sizes)
+    parts = lengths or [0]
     pieces = _Pieces(x.ndim, dim, math.gcd(*parts) or 1)
     whole, outputs = pieces.tensor(total), [pieces.tensor(n) for n in parts]
     return pieces.rule(f"{whole}->{','.join(outputs)}", linear=ONE, scaled=pieces.scaled(1), view=True)

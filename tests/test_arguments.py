@@ -93,10 +93,12 @@ OF_SETTINGS: dict[str, list[Any]] = {
     "every": [0, None, "auto", *NO_WHOLE], "outer_lr": [0, INF, *NO_NUMBER], "outer_momentum": [1, 2, INF, *NO_NUMBER],
     "nesterov": [None, *NO_FLAG], "fragments": [0, 9, *NO_WHOLE], "delay": [8, *NO_WHOLE], "mix": [1, INF, *NO_NUMBER],
     "bits": [0, 2, 16, 8.0, "8", True, [], Awkward()], "synchronous": NO_WHOLE,
+    "weighted": [None, *NO_FLAG],
 }  # fmt: skip
 OF_COMPRESSION: dict[str, list[Any]] = {
     "method": ["signs", "", None, 1, [], Awkward()], "rank": [0, *NO_WHOLE], "share": [0, 1.5, INF, *NO_NUMBER],
     "freeze": [0, 3, *NO_WHOLE], "start": [None, *NO_WHOLE], "seed": [None, *NO_WHOLE],
+    "doubling": [0, 3, *NO_WHOLE], "local": [0, 3, *NO_WHOLE], "longest": [0, 3, *NO_WHOLE],
 }  # fmt: skip
 OF_STALENESS: dict[str, list[Any]] = {
     "staleness": [None, *NO_WHOLE], "compensation": [None, INF, *NO_NUMBER], "owners": [0, *NO_WHOLE],

@@ -96,6 +96,46 @@ def test_a_run_goes_on_from_a_folder(tmp_path: Path) -> None:
     assert not [p for p in (tmp_path / "run").rglob("*") if p.suffix in (".pkl", ".pt", ".metadata")]
 
 
+class Branches(nn.Module):
+    """Of two layers, one has a gradient when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.later, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return (self.always(x) + (self.later(x) if both else 0.0)).square().mean()
+
+
+def test_parameters_without_gradients_so_far(tmp_path: Path) -> None:
+    """They have no state in the optimizer, and none after loading: what begins later begins as in the first run."""
+
+    def made() -> tuple[Any, Any]:
+        model = parallelize(Branches(), None, loss=lambda out: out)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train(model: Any, optimizer: Any, both: bool) -> None:
+        model(torch.ones(3, 4), both).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    train(model, optimizer, False)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    train(model, optimizer, True)
+    other, fresh = made()
+    for _ in range(2):  # the second time into an optimizer that has more state than was saved
+        checkpoint.load(tmp_path, other, fresh)
+        assert len(fresh.state) == 2
+        train(other, fresh, True)
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
+    checkpoint.save(tmp_path, other, sgd, step=2)
+    with pytest.raises(AutoparError, match=r"it has no optimizer\.always\.weight\.step"):
+        checkpoint.load(tmp_path, other, fresh)
+
+
 def test_a_checkpoint_of_something_else_changes_nothing(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     checkpoint.save(tmp_path, model, step=1)

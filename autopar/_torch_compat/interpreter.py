@@ -46,6 +46,26 @@ def _argument(schema_type: str, value: Any) -> Any:
     raise TypeError(f"{value!r} is no constant of type {schema_type}")
 
 
+def _on_numbers(operator: OpOverload, positions: set[int]) -> OpOverload:
+    """The overload that differs only in taking numbers at these positions, in place of tensors.
+
+    Not just any overload on numbers: ``div.Tensor_mode`` has a rounding mode, and ``div.Scalar`` has none.
+
+    Raises:
+        TypeError: there is none.
+    """
+
+    def types(candidate: OpOverload) -> list[tuple[str, str]]:
+        return [(a.name, str(a.real_type)) for a in candidate._schema.arguments]
+
+    asked = [(name, "number" if i in positions else kind) for i, (name, kind) in enumerate(types(operator))]
+    packet = operator.overloadpacket
+    for candidate in (getattr(packet, name) for name in packet.overloads()):
+        if types(candidate) == asked:
+            return candidate  # type: ignore[no-any-return]
+    raise TypeError(f"{operator} has no overload with numbers at {sorted(positions)}")
+
+
 def _call(node: Any) -> tuple[OpOverload, list[tuple[str, Any]]]:
     """The operator that a node calls, and type and value of each argument, defaults included.
 
@@ -53,12 +73,10 @@ def _call(node: Any) -> tuple[OpOverload, list[tuple[str, Any]]]:
         TypeError: torch's interpreter cannot be given one of them.
     """
     operator = node.target
-    numbers = [a for a, s in zip(node.args, operator._schema.arguments, strict=False)
-               if str(s.real_type) == "Tensor" and isinstance(a, int | float | complex)]  # fmt: skip
+    numbers = {i for i, (a, s) in enumerate(zip(node.args, operator._schema.arguments, strict=False))
+               if str(s.real_type) == "Tensor" and isinstance(a, int | float | complex)}  # fmt: skip
     if numbers:  # Python wraps them in a tensor of its own kind; the same operator on numbers does that, too
-        if not hasattr(operator.overloadpacket, "Scalar"):
-            raise TypeError(f"{operator} of the number {numbers[0]}")
-        operator = operator.overloadpacket.Scalar
+        operator = _on_numbers(operator, numbers)
     positions = dict(enumerate(node.args))
     found = []
     for number, argument in enumerate(operator._schema.arguments):

@@ -113,3 +113,16 @@ def operator_database() -> list[Any]:
     except ModuleNotFoundError as e:
         raise ValueError(f"torch's operator samples need {e.name}: pip install {e.name}") from e
     return list(op_db)
+
+
+def module_database() -> list[Any]:
+    """Torch's modules with sample inputs, a `ModuleInfo` each.
+
+    Raises:
+        ValueError: a package that torch's tests need is missing.
+    """
+    try:
+        from torch.testing._internal.common_modules import module_db
+    except ModuleNotFoundError as e:
+        raise ValueError(f"torch's module samples need {e.name}: pip install {e.name}") from e
+    return list(module_db)

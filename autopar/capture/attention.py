@@ -18,7 +18,7 @@ After::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 from unittest.mock import patch
@@ -38,9 +38,11 @@ from autopar._torch_compat import (
     traced_root,
     without_modes,
 )
+from autopar.capture.functions.attention_formula import Formulas
 from autopar.capture.intercepts import refuse_foreign_tensors
 from autopar.ir.graph import map_nodes
 from autopar.ir.ops.attention import scaled_dot_product
+from autopar.ir.ops.sequence.attention_sinks import attention_with_sinks
 
 aten = torch.ops.aten
 
@@ -74,11 +76,12 @@ class Attention(TorchFunctionMode):
     hides. Repeated heads of keys and values go. What the operator does not take, such as tensors of five dims, stays.
     """
 
-    def __init__(self, name_of: Callable[[torch.Tensor], str]) -> None:
-        """``name_of``: where the model keeps a tensor that is none of the trace's, or nothing."""
+    def __init__(self, name_of: Callable[[torch.Tensor], str], learned: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """``name_of``: where the model keeps a tensor that is none of the trace's, or nothing; its parameters."""
         super().__init__()
         self._name_of = name_of
         self._known = _Known()
+        self._formulas = Formulas(self._value, learned)
         self._tensors: dict[fx.Node, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,7 +95,28 @@ class Attention(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func in _REPEATING and args and (node := traced_node(args[0])) is not None:
             self._tensors[node] = args[0]
-        return func(*args, **kwargs)
+        found = None if kwargs else self._of_formula(func, args)
+        result = func(*args, **kwargs) if found is None else found
+        self._formulas.note(func, args, kwargs, result)
+        return result
+
+    def _of_formula(self, func: Any, args: Sequence[Any]) -> torch.Tensor | None:
+        """Attention in the place of the last product of its formula; None: this is another product."""
+        formula = self._formulas.formula(func, args)
+        if formula is None:
+            return None
+        query, key, value, bias, sinks = (formula.query, formula.key, formula.value, formula.bias, formula.sinks)
+        if sinks is None:
+            found = self._attention(query, key, value, bias, scale=formula.scale, enable_gqa=True)
+        elif _is_taken(query, key, value, bias, 0.0, False, True):
+            key, value = self._unrepeated(query, key, value) or (key, value)
+            query, key, value = (_as_autocast(t) for t in (query, key, value))
+            bias = None if bias is None else _as_autocast(bias)
+            found = attention_with_sinks(query, key, value, bias, sinks, formula.scale)
+        else:
+            found = None
+        # The last product is row-major.
+        return None if found is None else found.reshape(*args[0].shape[:-1], args[1].shape[-1]).contiguous()
 
     def _called(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         refuse_foreign_tensors(args, torch.is_grad_enabled(), self._name_of)
@@ -127,6 +151,10 @@ class Attention(TorchFunctionMode):
         out = scaled_dot_product(heads[0], heads[1], heads[2], bias, float(dropout_p), is_causal, number)
         # Torch computes the formula then, whose result is row-major.
         return out.squeeze(1).contiguous() if query.ndim == 3 else out
+
+    def _value(self, node: fx.Node) -> torch.Tensor | None:
+        with without_modes():
+            return self._known.value(node)
 
     def _hides(self, mask: torch.Tensor, queries: int, keys: int) -> str | None:
         node = traced_node(mask)

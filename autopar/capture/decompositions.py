@@ -177,7 +177,35 @@ def _random_from(x: torch.Tensor, low: int, high: int | None, *, generator: Any 
     return _by_storage(x, lambda shape, _: aten.randint.low(low, high, shape, **options))
 
 
+def _det(a: torch.Tensor) -> Any:
+    """The determinant of real matrices that are not row-major; its kernel factorizes row-major ones transposed.
+
+    The gradient's formula asks the strides of the trace which of both it did. Here factors are of the matrix itself.
+    """
+    if a.is_complex() or a.is_contiguous():
+        return NotImplemented
+    factors, pivots, _ = aten.linalg_lu_factor_ex(a)
+    return factors.diagonal(0, -2, -1).prod(-1) * _sign(pivots, a.dtype), factors, pivots
+
+
+def _slogdet(a: torch.Tensor) -> Any:
+    """Sign and logarithm of the determinant, as `_det`."""
+    if a.is_complex() or a.is_contiguous():
+        return NotImplemented
+    factors, pivots, _ = aten.linalg_lu_factor_ex(a)
+    diagonal = factors.diagonal(0, -2, -1)
+    return diagonal.sgn().prod(-1) * _sign(pivots, a.dtype), diagonal.abs().log().sum(-1), factors, pivots
+
+
+def _sign(pivots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of the permutation that LAPACK's pivots, which count from 1, are."""
+    rows = torch.arange(1, pivots.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
+    return 1 - 2 * ((pivots != rows).sum(-1) % 2).to(dtype)
+
+
 _OWN_DECOMPOSITIONS = {
+    aten._linalg_det.default: _det,
+    aten._linalg_slogdet.default: _slogdet,
     aten.bernoulli.p: _bernoulli,
     aten.bernoulli.Tensor: _bernoulli_of_each,
     getattr(aten.random, "from"): _random_from,

@@ -34,7 +34,7 @@ def describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Program
         tuple(seen.writes), frozenset(seen.assigned.values()), observed=tuple(seen.observed), checks=seen.checks,
         stride_read=seen.stride_read,
     )  # fmt: skip
-    return Program(
+    program = Program(
         joint,
         tuple(inputs.values()),
         outputs,
@@ -47,6 +47,22 @@ def describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Program
         total=found.total,
         state=state,
     )
+    return replace(program, reached=_reached(program))
+
+
+def _reached(program: Program) -> dict[tuple[str, str], frozenset[int]]:
+    """Of each gradient, the results that it comes from, as autograd sees it.
+
+    Of the graph as it was traced: in canonical form, gradients that are always zero come from nothing.
+    """
+    tangents: dict[fx.Node, frozenset[int]] = {}
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    for node in program.graph.graph.nodes:
+        spec = inputs.get(node)
+        own = frozenset({int(spec.name)}) if spec is not None and spec.kind == "tangent" else frozenset()
+        tangents[node] = own.union(*(tangents[a] for a in node.all_input_nodes))
+    described = zip(program.outputs, program.output_values, strict=True)
+    return {(o.kind, o.name): tangents[v] for o, v in described if o.kind in GRADIENTS and v is not None}
 
 
 def _number(result: int, seen: Seen) -> int:

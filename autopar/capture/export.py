@@ -34,9 +34,11 @@ from autopar._torch_compat import (
 )
 from autopar.capture.decompositions import decompositions
 from autopar.capture.describe import describe
+from autopar.capture.functions.refused import require_plain
 from autopar.capture.harness import Harness, LossFunction
 from autopar.capture.intercepts import extent, refused_view
 from autopar.capture.origins import record_origins
+from autopar.capture.outside import require_own_seeds
 from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_modules
 from autopar.capture.state.record import Record
 from autopar.capture.state.slots import VIEW_OF, state_tensors
@@ -44,7 +46,6 @@ from autopar.capture.state.writes import Replay
 from autopar.capture.swap import refuse_opaque, swapped
 from autopar.errors import CaptureError
 from autopar.ir.checkpoint_regions import mark
-from autopar.ir.graph import user_line
 from autopar.ir.module_outputs import mark_module_outputs
 from autopar.ir.program import Program
 from autopar.ir.signature import binding, floats
@@ -169,7 +170,8 @@ def _attempt(
             with torch.set_grad_enabled(training), _quiet(), backward_watched(model, record):
                 joint = _trace(harness, fakes)
             program = describe(joint, harness, training)
-            _require_dense(joint.graph)
+            require_plain(joint.graph)
+            require_own_seeds(harness.seen.seeded, joint.graph)
             mark_module_outputs(program)
             program = _check_gradients(program, harness, fakes, mode)
         except CaptureError as e:
@@ -188,16 +190,6 @@ def _attempt(
     counted = frozenset((w.module, w.path) for w in program.state.writes if isinstance(w.value, Replay))
     state = replace(program.state, counted=counted, constants=not promote)
     return replace(program, state=state, guards=recorder.guards)
-
-
-def _require_dense(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            raise CaptureError(
-                f"a tensor of layout {value.layout} ({user_line(node)}): only dense ones are laid out; compute with "
-                "to_dense() of it, or with index_add, scatter_add or gather in its place"
-            )
 
 
 def _require_apart(model: nn.Module, program: Program) -> None:
@@ -372,6 +364,22 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def _leaves(results: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of the tensors that a backward pass of these results may give gradients to."""
+    found: set[int] = set()
+    # Kept, since Python makes an object anew for each node that nobody holds, with an id of its own.
+    seen = {r.grad_fn for r in results}
+    pending = [n for n in seen if n is not None]
+    while pending:
+        node: Any = pending.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        more = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= more
+        pending += more
+    return found | {id(r) for r in results if r.is_leaf}
+
+
 def _check_gradients(
     program: Program, harness: Harness, fakes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> Program:
@@ -387,6 +395,7 @@ def _check_gradients(
     for parameter in harness.parameters():  # a backward pass inside the traced one left its gradients here
         parameter.grad = None
     # Run once more, eagerly on fake tensors: what the plain model gives a gradient, the graph must give one, too.
+    live: list[torch.Tensor] = []
     try:
         with mode, _quiet(), compiling(), _uncompiled():
             results = harness(*fakes)
@@ -396,7 +405,10 @@ def _check_gradients(
     except CaptureError:
         raise
     except Exception as e:
-        raise _explain(e) from e
+        # Fake tensors have no backward pass of some functions (Hessians under vmap), which need not be about these.
+        wanted = {id(p) for n, p in harness.model.named_parameters() if n in missing}
+        if not live or not _leaves(live).isdisjoint(wanted):
+            raise _explain(e) from e
     lost = [n for n, p in harness.model.named_parameters() if n in missing and p.grad is not None]
     if lost:
         raise CaptureError(

@@ -16,6 +16,7 @@ from torch import nn
 
 from autopar._torch_compat import storage_id
 from autopar.capture.attention import Attention
+from autopar.capture.functions.chunk_states import ChunkStates
 from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.outside import refused
@@ -46,6 +47,7 @@ class Seen:
         stride_read: the user's line that reads strides.
         numbers: paths of numbers that the call changes.
         added_to: state that a checkpointed function adds to.
+        seeded: what libraries do to torch's generator.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,7 @@ class Seen:
         self.observed: list[Observation] = []
         self.checks: tuple[Check, ...] = ()
         self.stride_read = self.added_to = ""
+        self.seeded: list[str] = []
         self.numbers: list[tuple[str, Path]] | None = None
 
 
@@ -208,11 +211,12 @@ class Harness(nn.Module):
         try:
             with (
                 uncached(reached.scopes),
-                refused(reached.globals),
+                refused(reached.globals, self.seen.seeded),
                 Regions(self._recomputed).recorded(),
                 origins.recorded(),
                 intercepts.entered(),
-                Attention(partial(where_kept, self.model)),
+                Attention(partial(where_kept, self.model), self.model.parameters),
+                ChunkStates(),
                 hooks.watched(),
                 self._plain_attributes(),
             ):

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from autopar.checkpoint.arguments import OF_PARALLEL, PARALLEL
-from autopar.checkpoint.state_dicts import take_over, tensors_of
+from autopar.checkpoint.state_dicts import names_of, take_over, tensors_of
 from autopar.costs.arguments import FLAG, PATH, require, whole
 from autopar.costs.read_file import read_text
 from autopar.errors import AutoparError
@@ -22,7 +22,15 @@ from autopar.module.low_communication.worker_exchange import WorkerExchange
 from autopar.module.low_communication.worker_folders import common_checkpoint, worker_folder
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.checkpoint import folders, generators
-from autopar.runtime.checkpoint.manifest import STATEFUL, Manifest, as_own, described, put_together, taken_apart
+from autopar.runtime.checkpoint.manifest import (
+    OPTIMIZER,
+    STATEFUL,
+    Manifest,
+    as_own,
+    described,
+    put_together,
+    taken_apart,
+)
 from autopar.runtime.checkpoint.tensors import WRITING, group_of, read_into, result_of, start_writing
 from autopar.runtime.mesh import MeshContext
 
@@ -254,6 +262,7 @@ def take_back(
     session = model._autopar
     with session.together(what):
         state = tensors_of(model, optimizer)
+        begun = _begun(state, known)
         tensors, _ = taken_apart(state, _tied(model))
         outer = _outer_states(stateful)
     for name, own_state in outer.items():
@@ -267,6 +276,10 @@ def take_back(
     session.context.together(check, what)
     read(tensors)
     with session.together(what):
+        if optimizer is not None:
+            names = names_of(model, optimizer)
+            for parameter in [p for p in optimizer.state if names[p] not in begun]:
+                del optimizer.state[parameter]
         take_over(model, optimizer, put_together(state, known.values, _tied(model)))
     for name, given in stateful.items():
         saved = known.values["stateful"][name]
@@ -276,6 +289,19 @@ def take_back(
             given.load_state_dict(as_own(saved, given.state_dict()))
     # Each call draws numbers of its own: those that come go on from there. Older checkpoints have no such entry.
     session.random_calls = known.values.get(RANDOM_CALLS, 0)
+
+
+def _begun(state: dict[str, Any], known: Manifest) -> set[str]:
+    """Parameters of which the optimizer is to have a state: those that had a gradient before it was saved.
+
+    The others' entries are left out of ``state``, unless nothing is left: then it is of another optimizer.
+    """
+    own = state.get("optimizer", {}).get("state", {})
+    saved = {n.removeprefix(OPTIMIZER).rpartition(".")[0] for n in known.tensors if n.startswith(OPTIMIZER)}
+    found = own.keys() & (saved | known.values.get("optimizer", {}).keys())
+    for name in own.keys() - found if found else ():
+        del own[name]
+    return set(own)
 
 
 def _outer_states(stateful: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -226,6 +226,7 @@ class Program:
         loss: index of the result that is the loss; None if the outputs carry gradients.
         unused: parameters that require a gradient and, in the plain model too, get none.
         aliases: every further name of a tied parameter or shared buffer, to the name that stands for it.
+        reached: of each gradient, by kind and name, the results that it comes from, also where those make it zero.
         used: shape without padding of the parameters, tangents and results that are padded, by kind and name.
         repeat: blocks of the model that are left out; such a program can be planned for, not run.
         part: of the batch that the program computes.
@@ -248,6 +249,7 @@ class Program:
     training: bool = True
     unused: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
+    reached: dict[tuple[str, str], frozenset[int]] = field(default_factory=dict)
     used: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     repeat: RepeatedLayers | None = None
     part: Microbatch = WHOLE

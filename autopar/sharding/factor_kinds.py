@@ -106,6 +106,24 @@ def blocked_factors(node: fx.Node, program: Program, dims: Dims) -> list[Factor]
     return [f for x in blocked for i, d, j in x.inputs for f in types[i].dims[d][j : j + len(x.factors)]]
 
 
+def behind_sequence(program: Program, dims: Dims, sequence: Ids) -> set[fx.Node]:
+    """Operators without positions that compute from what has them: on loops, tokens that were picked, latents, slots.
+
+    None of them can be split along the sequence: the search may split them along heads, channels or what else they
+    have, where the same on all devices would take longer.
+    """
+    last, found = set[fx.Node](), set[fx.Node]()
+    for node in dims.operators:
+        if factors_of(operator_types(node, program, dims)).keys() & sequence:
+            made = (dims.types[node, i] for i in range(len(dims.operators[node].outputs)) if (node, i) in dims.types)
+            split = sequence & ids(split_factors(node, program, dims).values())
+            if not (split and factors_of(made).keys() & sequence):
+                last.add(node)
+        elif any(source in last or source in found for source, _ in program.sources[node]):
+            found.add(node)
+    return last | found
+
+
 def shared_factor(node: fx.Node, program: Program, dims: Dims) -> Factor | None:
     """The leading factor of what all tensors of a product have, as the batch of `bmm`; None: it is none."""
     rule, sources = dims.operators[node].rule, program.sources[node]
@@ -122,7 +140,8 @@ def batched_experts(program: Program, dims: Dims) -> tuple[list[Factor], frozens
     """Factors along which experts are that compute all of their places at once, and names of the experts' weights.
 
     Experts multiply what they are sent by a matrix each, in a product of batches of which one is a parameter's. A
-    parameter that makes a number for each expert has the factor, too, and is none of theirs: a router.
+    parameter that makes a number for each expert has the factor, too, and is none of theirs: a router. Blocks of
+    channels (RecurrentGemma's gates) are no experts: a bias or a rate of all channels has them in its one dim.
     """
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     fixed, found = from_parameters(program), dict[int, Factor]()
@@ -130,6 +149,9 @@ def batched_experts(program: Program, dims: Dims) -> tuple[list[Factor], frozens
         made = [producer in fixed for producer, _ in program.sources[node]]
         if sum(made) == 1 and (factor := shared_factor(node, program, dims)) is not None:
             found[id(factor)] = factor
+    for type_ in input_types(program, dims, "parameter").values():
+        if len(type_.dims) == 1 and len(type_.dims[0]) > 1:
+            found = {i: f for i, f in found.items() if i not in ids(type_.dims[0])}
     routers = set[fx.Node]()
     for node, operator in dims.operators.items():
         if operator.rule.reduce and not ids(filter(None, [shared_factor(node, program, dims)])) & found.keys():

@@ -103,7 +103,7 @@ def verify(
     if not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype}: expected a floating dtype, such as torch.float64")
     Search(pins={} if pins is None else pins)
-    if isinstance(plan, Plan) and plan.workers and dict(axes) == dict(plan.workers) | dict(plan.axes):
+    if isinstance(plan, Plan) and plan.workers and dict(axes) in _with_workers(plan):
         # Workers train apart: each is to compute what the plain model does on its part of the batch.
         axes, batch = dict(plan.axes), part_of_worker(model, batch, plan.workers)
     policy = Precision.resolve(precision)
@@ -137,6 +137,12 @@ def verify(
     finally:
         before.restore()
     return with_few_bits(report, program, plan, values, passes, dtype) if plan.quantized else report
+
+
+def _with_workers(plan: Plan) -> list[dict[str, int]]:
+    """The axes of a plan of workers; of workers of one device theirs is the only one, and the plan's has no name."""
+    workers, own = dict(plan.workers), dict(plan.axes)
+    return [workers | own, *([workers] if list(own.values()) == [1] else [])]
 
 
 def _second_call(

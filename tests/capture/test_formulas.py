@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import autopar
 from autopar.capture import capture
+from autopar.errors import CaptureError
 
 TOLERANCE = 1e-9
 
@@ -39,9 +40,24 @@ def _windows_written(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     z = y[:, :3].clone()
     z.unfold(1, 2, 2).mul_(2)
     z.unfold(1, 1, 2).add_(1)
+    z.unfold(1, 2, 3).sub_(1)
     z.T.unfold(1, 2, 4).mul_(x[:3, :2].reshape(3, 2, 1).mT)
     z.T.fill_diagonal_(3.0)
     return z
+
+
+def _bent(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Gradients of gradients of determinants, for which torch traces other determinants, of column-major matrices."""
+    m = weight + 3
+    (slope,) = torch.autograd.grad(torch.linalg.det(m) + torch.slogdet(m)[1], m, create_graph=True)
+    return y @ slope
+
+
+def _parts_written(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    z = x.clone()
+    z.unsafe_chunk(2, 1)[1].mul_(2)
+    (nothing,) = y[:, :0].split(3, 1)
+    return y * z + nothing.sum() + (x.abs() + 1).polygamma_(2)
 
 
 CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -53,6 +69,8 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "variance of a row": lambda y, x, weight: functional.gaussian_nll_loss(y, x, y[:, 0].square()),
     "one matrix, many right sides": lambda y, x, weight: torch.linalg.solve(weight + 3, y.unsqueeze(-1)),
     "determinant": lambda y, x, weight: y * torch.linalg.det(weight + 3) + torch.slogdet(weight.mT).logabsdet,
+    "gradients of gradients of determinants": _bent,
+    "parts of nothing, and parts that are written to": _parts_written,
     "determinants of other strides": lambda y, x, weight: y.T.reshape(2, 4, 4).mT.det(),
     "windows and diagonals of views, written to": _windows_written,
     "eigenvalues, whose gradient checks a matrix": lambda y, x, weight: y @ torch.linalg.eig(weight)[0].abs(),
@@ -83,3 +101,15 @@ def test_negative_variances_are_refused() -> None:
     (check,) = capture(Call(negative), (torch.ones(ROWS, CLASSES, dtype=torch.float64),)).state.checks
     with pytest.raises(ValueError, match=r"gaussian_nll_loss was given negative variances, at .*formulas\.py:\d+;"):
         check([torch.tensor(1)] * 9)
+
+
+def test_windows_whose_gaps_a_trace_loses_are_refused() -> None:
+    def written(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        y = torch.cat([y, y * 2], 1)
+        y.unfold(1, 2, 3).mul_(2)
+        return y
+
+    with pytest.raises(
+        CaptureError, match=r"unfold\(1, 2, 3\), .*formulas\.py:\d+\).* pad dim 1 from 8 to a multiple of 3"
+    ):
+        capture(Call(written), (torch.ones(ROWS, CLASSES, dtype=torch.float64),))

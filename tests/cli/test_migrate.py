@@ -101,6 +101,9 @@ SEVERAL = {"replica": "data", "data": "shard", "tensor": "sequence"}
         ("a.json", zero(2), None, {"data": None}, {"recipe": "zero2"}),
         ("a.json", '{"zero_optimization": {"stage": 2, "reduce_scatter": false}}', 4, {"data": 4}, {"recipe": "zero1"}),
         ("a.json", zero(3), 4, {"data": 4}, {"recipe": "fsdp"}),
+        ("a.json", '{"zero_optimization": true}', 4, {"data": 4}, {"recipe": "zero1"}),
+        ("a.json", '{"zero_optimization": {"stage": 2, "cpu_offload": true}}', 4, {"data": 4},
+         {"recipe": "zero2", "pins": {"offload": "search"}}),
         ("a.json", '{"zero_optimization": {"stage": 3, "mics_shard_size": 2}}', 4, {"replica": 2, "data": 2},
          {"recipe": "hsdp"}),
         ("a.json", json.dumps({"zero_optimization": {"stage": 3, "zero_quantized_weights": True,
@@ -120,6 +123,7 @@ SEVERAL = {"replica": "data", "data": "shard", "tensor": "sequence"}
         ("a.json", zero(0, fp16={"enabled": True}, gradient_accumulation_steps=4), 4, {"data": 4}, {"recipe": "ddp"}),
         ("a.yml", fsdp("fsdp_sharding_strategy: FULL_SHARD"), None, {"data": 4}, {"recipe": "fsdp"}),
         ("a.yaml", fsdp("fsdp_sharding_strategy: 2"), None, {"data": 4}, {"recipe": "zero2"}),
+        ("a.yaml", fsdp("sharding_strategy: 2\n  min_num_params: 9"), None, {"data": 4}, {"recipe": "zero2"}),
         ("a.yaml", fsdp("fsdp_reshard_after_forward: NO_SHARD"), None, {"data": 4}, {"recipe": "ddp"}),
         ("a.yaml", fsdp("fsdp_sharding_strategy: HYBRID_SHARD"), None, {"replica": 2, "data": 2}, {"recipe": "hsdp"}),
         ("a.yaml", fsdp("fsdp_version: 2\n  fsdp_reshard_after_forward: false"), 8, {"data": 8}, {"recipe": "zero2"}),
@@ -187,6 +191,48 @@ def test_which_list(tmp_path: Path) -> None:
     assert "does not know this key" in lists[NO_COUNTERPART]["flops_profilr.enabled"]
 
 
+def test_what_changes_numbers_or_is_no_key_is_said(tmp_path: Path) -> None:
+    given = {
+        "bf16": {"enabled": True, "bf16_optimizer_states": True},
+        "pipeline": {"pipeline_parallel_size": 4, "chunks": 2},
+        "optimizer": {"type": "Adam", "params": {"bias_correction": False, "amsgrad": True, "max_grad_norm": 1.0}},
+        "tensor_parallel": {"tp_size": 2},
+        "micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.3, "pin_memory": True}},
+    }
+    found = of(tmp_path, "a.json", json.dumps(given))
+    lacks = found.keys.lists[NO_COUNTERPART]
+    assert set(lacks) == {
+        "bf16.bf16_optimizer_states", "pipeline.pipeline_parallel_size", "pipeline.chunks", "tensor_parallel.tp_size",
+        "optimizer.params.bias_correction", "optimizer.params.max_grad_norm", "micro_batch_size_per_gpu",
+        "zero_optimization.offload_optimizer.ratio",
+    }  # fmt: skip
+    assert "corrects the bias" in lacks["optimizer.params.bias_correction"]
+    assert "did you mean train_micro_batch_size_per_gpu?" in lacks["micro_batch_size_per_gpu"]
+    assert found.setup.optimizer is not None and found.setup.optimizer.arguments["amsgrad"] is True
+    older = of(tmp_path, "a.json", json.dumps({"bfloat16": {"enabled": True}}))
+    assert older.setup.compute == "bf16" and not older.keys.lists[NO_COUNTERPART]
+
+
+@pytest.mark.filterwarnings("ignore:.*GradScaler is enabled")
+def test_float16_scales_its_losses(tmp_path: Path) -> None:
+    found = of(
+        tmp_path, "a.json", json.dumps({"fp16": {"enabled": True, "initial_scale_power": 8}, "gradient_clipping": 1})
+    )
+    assert found.to_dict()["scaler"] == {"init_scale": 256.0, "growth_interval": 1000}
+    names: dict[str, Any] = {"__builtins__": __builtins__}
+    exec(compile(found.script, "a.py", "exec"), names)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = names["scaler"] = torch.amp.GradScaler("cpu", init_scale=256.0)
+    before = model.weight.detach().clone()
+    scaler.scale(model(torch.ones(1, 2)).sum() * 1e3).backward()
+    names["update"](model, optimizer)
+    assert float((before - model.weight.detach()).norm()) == pytest.approx(
+        (4 / 6) ** 0.5, rel=1e-4
+    )  # of six gradients that are alike, clipped to 1
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
@@ -198,7 +244,7 @@ def test_which_list(tmp_path: Path) -> None:
         ("a.json", '{"a":' * 40 + "1" + "}" * 40, "16 tables deep"),
         ("a.json", f'{{"a": "{"x" * 2**20}"}}', "has more than 1048576 bytes"),
         ("a.json", zero(7), 'a.json: zero_optimization.stage is 7; write 0, 1, 2 or 3'),
-        ("a.json", '{"zero_optimization": true}', "zero_optimization is true; write a table of keys"),
+        ("a.json", '{"zero_optimization": 1}', "zero_optimization is 1; write a table of keys, or true or false"),
         ("a.json", '{"bf16": {"enabled": true}, "fp16": {"enabled": true}}', "are both true; keep one"),
         ("a.json", zero(0, train_batch_size=9, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1),
          "train_batch_size is 9, and train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 1 x 4 parts"),

@@ -106,3 +106,49 @@ def saved(rank: int, folder: str) -> None:
 def test_one_device_reads_what_four_have_written(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(saved, str(tmp_path))
     assert ranks.run(on_one, str(tmp_path)) == [(7, False)] * 4
+
+
+class Tied(torch.nn.Module):
+    """The first stage's weight is the last one's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.inner = torch.nn.Embedding(12, 8), torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.embed(ids)).tanh()).square().mean()
+
+
+def tied_in_stages(rank: int, folder: str) -> float:
+    """The largest difference of a run that goes on from its checkpoint."""
+    from autopar import checkpoint
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    ids = torch.arange(24).reshape(4, 6) % 12
+    search = Search(pins={"stages": ["inner"], "stage_axis": "a", "microbatches": 2, "schedule": "1f1b"})
+
+    def made() -> Any:
+        model = parallelize(Tied().double(), mesh_of(2), (ids,), search=search, timeout=WAIT)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(ids).backward()
+        optimizer.step()
+
+    first, other = made(), made()
+    train(*first)
+    checkpoint.save(folder, *first, step=1)
+    checkpoint.load(folder, *other)
+    train(*first)
+    train(*other)
+    state, wanted = other[0].full_state_dict(), first[0].full_state_dict()
+    return max(float((state[n] - v).abs().max()) for n, v in wanted.items())
+
+
+def test_a_tied_parameter_of_two_stages(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks.run(tied_in_stages, str(tmp_path)) == [0.0, 0.0]

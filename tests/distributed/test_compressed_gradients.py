@@ -11,7 +11,7 @@ import torch
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import mlp, mlp_batch
 from tests.module.low_communication.compressed_cases import CASES, OPTIMIZERS
-from tests.module.low_communication.compressed_reference import run
+from tests.module.low_communication.compressed_reference import run, zero_one
 from tests.module.low_communication.reference import largest_difference
 
 pytestmark = pytest.mark.distributed
@@ -174,8 +174,8 @@ def wrong(rank: int) -> None:
         autopar.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     with pytest.raises(ValueError, match="has CompressedGradients already"):
         autopar.CompressedGradients(model, optimizer, **given)
-    with pytest.raises(ValueError, match=r"optimizer= is AdamW; give it torch\.optim\.Adam"):
-        autopar.CompressedGradients(model, torch.optim.AdamW(model.parameters()), **CASES["onebit"])
+    with pytest.raises(ValueError, match=r"optimizer= is RMSprop; give it torch\.optim\.Adam"):
+        autopar.CompressedGradients(model, torch.optim.RMSprop(model.parameters()), **CASES["onebit"])
     with pytest.raises(ValueError, match="has amsgrad=True"):
         autopar.CompressedGradients(model, torch.optim.Adam(model.parameters(), amsgrad=True), **CASES["onebit"])
     with pytest.raises(AutoparError, match=r"optimizer\.step\(closure\) computes gradients within the step"):
@@ -276,3 +276,103 @@ def of_pipelines(rank: int) -> dict[str, float]:
 def test_workers_of_pipelines(ranks: Ranks) -> None:
     for found in ranks.run(of_pipelines):
         assert max(found.values()) < 1e-12, found
+
+
+ZERO_ONE = {"method": "zeroone", "freeze": 4, "doubling": 2, "local": 3, "longest": 4}
+
+
+def seldom(rank: int, sizes: tuple[int, ...], roles: dict[str, str], more: dict[str, Any], folder: str) -> list[float]:
+    """0/1 Adam, and a run that goes on from within an interval without exchanges."""
+    from autopar import checkpoint
+
+    workers, steps = sizes[0], 12
+    worker = rank // (torch.distributed.get_world_size() // workers)
+
+    def make(plan: Any = None) -> tuple[Any, Any, Any]:
+        import autopar
+
+        search = searching(roles, **more)
+        model = autopar.parallelize(mlp(), mesh_of(*sizes), mlp_batch(0), search=search, plan=plan, timeout=WAIT)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        return model, optimizer, autopar.CompressedGradients(model, optimizer, **ZERO_ONE)
+
+    model, optimizer, compressed = make()
+    staged = any(hasattr(p, "owner_stage") for p in model.parameters())
+    expected = zero_one(
+        mlp(), lambda s, w: part(s, w, workers), workers, steps, ZERO_ONE, lambda _: 0.01, decoupled=0.1,
+        **({} if staged else {"shards": cut_as(model)}),
+    )  # fmt: skip
+    errors = []
+    for step in range(steps):
+        predicted, before = compressed.predicted, compressed.bytes_sent
+        trained(model, optimizer, range(step, step + 1))
+        assert compressed.bytes_sent - before == predicted.sent_bytes
+        errors.append(largest_difference(model.full_state_dict(), expected[step][worker]))
+        if step == 10:
+            checkpoint.save(folder, model, optimizer, step=step, grads=compressed)
+            assert compressed.predicted.sent_bytes == 0  # nothing is exchanged in step 12
+    other, own, others = make(model.plan)
+    checkpoint.load(folder, other, own, grads=others)
+    trained(other, own, range(11, steps))
+    errors.append(largest_difference(other.full_state_dict(), expected[-1][worker]))
+    others.synchronize()
+    everyone = other._autopar.context.workers.everyone
+    assert len({float(sum(v.sum() for v in s.values())) for s in everyone.gather(other.full_state_dict(), "")}) == 1
+    return errors
+
+
+def test_zero_one_adam(two_ranks: Ranks, tmp_path: Any) -> None:
+    for errors in two_ranks.run(seldom, (2,), ALONE, {}, str(tmp_path)):
+        assert max(errors) < 1e-12, errors
+
+
+@pytest.mark.deep
+def test_zero_one_adam_of_workers_of_several_devices(ranks: Ranks, tmp_path: Any) -> None:
+    stages = {"pins": {"stages": ["down"], "stage_axis": "b", "microbatches": 2, "schedule": "1f1b"}}
+    for i, (roles, more) in enumerate(((SHARDED, {}), (TENSOR, {}), (ALONE, stages))):
+        for errors in ranks.run(seldom, (2, 2), roles, more, str(tmp_path / f"{i}")):
+            assert max(errors) < 1e-12, errors
+
+
+def scaled(rank: int, given: dict[str, Any], synchronous: bool) -> float:
+    """A fused optimizer, whose step GradScaler leaves the scale to, against one that sees no scales.
+
+    In step 3 a gradient of rank 1 is infinite: all workers leave that step out.
+    """
+    import autopar
+
+    states = []
+    for fused in (True, False):
+        role = "local" if synchronous else "compressed"
+        search = autopar.Search(roles={"a": role}, inexact=(role, "float64"))
+        model = autopar.parallelize(mlp(), mesh_of(2), mlp_batch(0), search=search, timeout=WAIT)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1, fused=fused)
+        if synchronous:
+            autopar.LocalSteps(model, optimizer, **given)
+        else:
+            autopar.CompressedGradients(model, optimizer, **given)
+        # Scales are powers of two: nothing is lost, and they double in each second step.
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=fused)
+        for step in range(7):
+            if step == 3 and not fused:
+                continue
+            optimizer.zero_grad()
+            loss = model(**mlp_batch(step))["loss"] * (torch.inf if (step, rank) == (3, 1) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        states.append(model.full_state_dict())
+    return largest_difference(*states)
+
+
+@pytest.mark.parametrize(
+    ("given", "synchronous"),
+    [
+        ({"method": "onebit", "freeze": 2}, False),
+        ({"every": 9, "synchronous": 9}, True),
+        pytest.param({"method": "topk", "share": 0.2}, False, marks=pytest.mark.deep),
+        pytest.param({"method": "zeroone", "freeze": 4, "doubling": 1, "local": 2}, False, marks=pytest.mark.deep),
+    ],
+)
+def test_fused_optimizers_under_a_scaler(two_ranks: Ranks, given: dict[str, Any], synchronous: bool) -> None:
+    assert max(two_ranks.run(scaled, given, synchronous)) < 1e-12

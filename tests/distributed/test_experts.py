@@ -90,6 +90,13 @@ def test_ranks_exchange_rows_by_expert(
     assert {found for *_, found, _ in results} == {exchanges}
 
 
+@pytest.mark.deep
+def test_one_sequence_is_split_by_position(ranks: Ranks) -> None:
+    results = ranks.run(train, "index_add", {"roles": {"a": "context", "b": "expert"}}, "first", None, 1)
+    assert max(worst for worst, *_ in results) < TOLERANCE
+    assert {found for *_, found, _ in results} == {3} and {rows for _, rows, *_ in results} == {4 * 2 // 4}
+
+
 @pytest.mark.parametrize(("placed", "backend"), [(("S(0)", "S(0)"), None), (("R", "S(0)"), aot_eager)])
 def test_ranks_take_rows_of_their_experts(ranks: Ranks, placed: tuple[str, str], backend: Any) -> None:
     """Of tokens that all have; some ranks have no rows of theirs."""

@@ -453,3 +453,49 @@ def checked_and_copied(rank: int) -> float:
 @pytest.mark.deep
 def test_checks_copies_and_other_shapes(ranks: Ranks) -> None:
     assert max(map(abs, ranks.run(checked_and_copied))) < 1e-12
+
+
+def weighted(rank: int, folder: str) -> float:
+    """Workers count by their tokens, also in a run that goes on from a checkpoint within a round."""
+    import autopar
+    from autopar import checkpoint
+
+    def tokens(step: int, worker: int) -> int:
+        return 1 + (3 * step + 5 * worker) % 7
+
+    given, algorithm = CASES["streaming, long delay"]
+    workers = 2
+    sizes, roles = ((2, 2), SHARDED) if torch.distributed.get_world_size() == 4 else ((2,), {"a": "local"})
+    worker = rank // (torch.distributed.get_world_size() // workers)
+
+    def made() -> tuple[Any, Any, Any]:
+        search = searching(roles)
+        model = autopar.parallelize(mlp(), mesh_of(*sizes), mlp_batch(0), search=search, timeout=WAIT)
+        optimizer = OPTIMIZERS["AdamW"](model)
+        return model, optimizer, autopar.LocalSteps(model, optimizer, **given, weighted=True)
+
+    expected = run(
+        mlp(), OPTIMIZERS["AdamW"], lambda s, w: part(s, w, workers), workers, STEPS, algorithm, tokens=tokens
+    )
+    model, optimizer, local = made()
+    error = 0.0
+    for step in range(STEPS):
+        if step == 7:
+            checkpoint.save(folder, model, optimizer, step=step, local=local)
+            model, optimizer, local = made()
+            checkpoint.load(folder, model, optimizer, local=local)
+        local.add_tokens(tokens(step, worker))
+        trained(model, optimizer, range(step, step + 1))
+        error = max(error, largest_difference(model.full_state_dict(), expected[step][worker]))
+    local.synchronize()
+    local.synchronize()  # of no more tokens
+    return error
+
+
+def test_workers_count_by_their_tokens(two_ranks: Ranks, tmp_path: Any) -> None:
+    assert max(two_ranks.run(weighted, str(tmp_path))) < 1e-12
+
+
+@pytest.mark.deep
+def test_workers_of_two_devices_count_by_their_tokens(ranks: Ranks, tmp_path: Any) -> None:
+    assert max(ranks.run(weighted, str(tmp_path))) < 1e-12

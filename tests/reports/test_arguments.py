@@ -180,3 +180,25 @@ def test_a_hook_tells_forms_apart() -> None:
     assert repr(binding.flatten(plain, (a, b))[1]) != repr(binding.flatten(plain, {"x": a, "y": b})[1])
     bare = model._autopar.original
     assert repr(binding.flatten(bare, (a, b))[1]) == repr(binding.flatten(bare, {"x": a, "y": b})[1])
+
+
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return (torch.view_as_real(x.resolve_conj() @ self.weight).sum(-1) * shift).square().sum()
+
+
+def test_lazy_conjugates_and_negatives() -> None:
+    """Their memory holds other values, which a hash of the batch and `view_as_real` cannot read."""
+    torch.manual_seed(0)
+    plain = Spectrum()
+    z = torch.randn(8, 4, dtype=torch.complex128, requires_grad=True)
+    batch = (z.conj(), z.detach().conj().imag)
+    expected, found = (
+        torch.autograd.grad(m(*batch), [m.weight, z]) for m in (plain, parallelize(copy.deepcopy(plain), None))
+    )
+    torch.testing.assert_close(found, expected)
+    assert verify(plain, tuple(t.detach() for t in batch), {"a": 2}, plan="random").max_error < 1e-12

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.testing._utils import freeze_rng_state
 
 import autopar
 
@@ -214,6 +215,25 @@ class Seeds(Chain):
 def test_seeds_in_forward() -> None:
     """The graph drew from the generator as it was."""
     check_refused(Seeds, r"seeds torch's generator \(torch.manual_seed\) at .*test_fuzz_found.py:\d+")
+
+
+class SeedsInALibrary(Chain):
+    def between(self, h: Tensor) -> Tensor:
+        with freeze_rng_state():  # as torch's tests do, and libraries
+            noise = torch.rand(2, dtype=torch.float64)
+        return h + noise
+
+
+def test_a_library_that_sets_the_generator_back() -> None:
+    """The graph drew from the generator as it was; without draws nothing is lost."""
+    check_refused(SeedsInALibrary, r"torch.set_rng_state at .*_utils.py:\d+\), and the model draws numbers \(aten.rand")
+
+    class Constant(Chain):
+        def between(self, h: Tensor) -> Tensor:
+            with freeze_rng_state():
+                return h + 1
+
+    assert verified(Constant()).max_error < 1e-7
 
 
 class Gained(Chain):

@@ -47,6 +47,10 @@ FUNCTIONS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], dict[str
     "gradient penalty": (penalty, {}),
     "func.grad": (lambda m, x: torch.func.grad(lambda y: m.f(y).tanh().sum())(x).square().sum(), {}),
     "vmap": (lambda m, x: torch.func.vmap(lambda y: m.f(y).tanh())(x).square().sum(), {}),
+    "hessians of samples, and a parameter without a gradient": (
+        lambda m, x: torch.func.vmap(torch.func.hessian(lambda y: m.f(y).tanh().sum()))(x).square().sum(),
+        {"unused": nn.Linear(1, 1)},
+    ),
     "functional_call": (
         lambda m, x: torch.func.functional_call(m.f, {"weight": m.f.weight * 2}, (x,)).square().sum(),
         {},
@@ -143,3 +147,42 @@ def test_shapes_that_depend_on_data() -> None:
     model = model_of(lambda m, x: m.f(x)[x > 0].sum())
     with pytest.raises(CaptureError, match=r"depends on data at .*test_operators_of_python\.py:\d+.*masked sums"):
         parallelize(model, None)(torch.ones(2, 4, dtype=D))
+
+
+@torch.library.custom_op("autopar_tests::doubled_", mutates_args=("x",))
+def doubled_(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+@torch.library.custom_op("autopar_tests::nested", mutates_args=())
+def nested(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return x * 2, [x * 3]
+
+
+@nested.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return torch.empty_like(x), [torch.empty_like(x)]
+
+
+def linearized(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.linearize(torch.sin, m.f(x))[1](x).sum()  # type: ignore[no-any-return]
+
+
+REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
+    "writes to its argument": (
+        lambda m, x: m.f(x).add((h := x.clone(), doubled_(h))[0]).sum(),
+        r"autopar_tests.doubled_.* writes to its argument 'x' .*return a new tensor.*x\.copy_\(doubled_",
+    ),
+    "returns a list": (
+        lambda m, x: m.f(x).add(nested(x)[1][0]).sum(),
+        r"autopar_tests\.nested.*test_operators_of_python\.py:\d+\) returns a list .*one by one",
+    ),
+    "linearize": (linearized, r"torch\.func\.linearize\) at .*python\.py:\d+: .*use torch\.func\.jvp"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_operators_that_are_refused(name: str) -> None:
+    function, said = REFUSED[name]
+    with pytest.raises(CaptureError, match=said):
+        parallelize(model_of(function), None)(torch.ones(2, 4, dtype=D))

@@ -83,6 +83,28 @@ def test_gradients_flow_through_all_scalars(name: str) -> None:
         out["h"].sum().backward()
 
 
+class ZeroGradients(nn.Module):
+    """Parameters and inputs that scalars depend on through operators whose gradients are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.w = (nn.Parameter(torch.full((4,), 1.5, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.v * x).sum() + self.w.sign().sum(), self.w.floor().sum(), (self.v * y.ceil()).sum()
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_gradients_are_zeros_or_none_as_in_eager_mode(index: int) -> None:
+    """An optimizer applies weight decay to a parameter whose gradient is zero, and skips one that has none."""
+    found = []
+    for model in pair(ZeroGradients()):
+        given = [torch.ones(4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        model(*given)[index].backward()
+        found.append([t.grad if t.grad is None else t.grad.tolist() for t in (*given, *model.parameters())])
+    assert found[0] == found[1]
+
+
 def test_a_forward_that_leaves_out_the_models_is_refused() -> None:
     model = parallelize(Several().double(), None)
     model.forward = MethodType(lambda self, x: self.f(x).sum(), model)

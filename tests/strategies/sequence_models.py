@@ -110,6 +110,39 @@ class Selective(nn.Module):
         return loss
 
 
+def segment_sum(logs: Tensor) -> Tensor:
+    """Sums of all segments of the last dim, ``[..., to, from]``, as models of the Mamba2 family have it."""
+    size = logs.shape[-1]
+    logs = logs[..., None].expand(*logs.size(), size)
+    logs = logs.masked_fill(~torch.ones(size, size, dtype=torch.bool).tril(-1), 0)
+    return torch.cumsum(logs, -2).masked_fill(~torch.ones(size, size, dtype=torch.bool).tril(0), -torch.inf)
+
+
+class Chunks(nn.Module):
+    """A state-space model by chunks (T. Dao, A. Gu, "Transformers are SSMs", 2024, listing 1)."""
+
+    def __init__(self, heads: int = 2, head: int = 4, states: int = 3, chunk: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sizes, self.chunk, hidden = (heads * head, states, states, heads), chunk, heads * head
+        self.wide, self.out, self.heads = nn.Linear(hidden, sum(self.sizes)), nn.Linear(hidden, hidden), heads
+
+    def forward(self, x: Tensor, order: str = "bhzc,bchpn->bzhpn") -> Tensor:
+        h, into, of, steps = self.wide(x).split(self.sizes, -1)
+        h, into, of = (t.unflatten(1, (-1, self.chunk)) for t in (h.unflatten(-1, (self.heads, -1)), into, of))
+        logs = -F.softplus(steps).unflatten(1, (-1, self.chunk)).permute(0, 3, 1, 2)
+        total = torch.cumsum(logs, -1)
+        own = torch.einsum("bcln,bcsn,bhcls,bcshp->bclhp", of, into, torch.exp(segment_sum(logs)), h)
+        states = torch.einsum("bcln,bhcl,bclhp->bchpn", into, torch.exp(total[..., -1:] - total), h)
+        states = torch.cat([torch.zeros_like(states[:, :1]), states], 1)
+        kept = torch.exp(segment_sum(F.pad(total[..., -1], (1, 0))))
+        kept = kept if order.startswith("bhzc") else kept.transpose(1, 3)
+        states = torch.einsum(order, kept, states)[:, :-1]
+        of_states = torch.einsum("bcln,bchpn,bhcl->bclhp", of, states, torch.exp(total))
+        loss: Tensor = self.out((own + of_states).flatten(1, 2).flatten(2)).square().mean()
+        return loss
+
+
 def _after(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return left[0] * right[0], right[0] * left[1] + right[1]
 
@@ -122,6 +155,7 @@ MODELS: dict[str, tuple[type[nn.Module], Tensor]] = {
     "recurrence": (Stack, _drawn(2, 16, 8)),
     "shifts": (Shifts, torch.randint(16, (2, 16), generator=torch.Generator().manual_seed(1))),
     "selective": (Selective, _drawn(2, 16, 8)),
+    "chunks": (Chunks, _drawn(2, 32, 8)),
     "residual": (Residual, _drawn(2, 3, 32)),
     "image": (Image, _drawn(2, 3, 16, 8)),
 }

@@ -33,7 +33,8 @@ def test_interpreted() -> None:
     normed = graph.call_function(operator.getitem, (norm, 0))
     flat = graph.call_function(aten.view.default, (normed, [-1]))
     scalar = graph.call_function(aten.reshape.default, (graph.call_function(aten.sum.default, (joined,)), []))
-    graph.output((summed, normed, flat, scalar))
+    rounded = graph.call_function(aten.div.Tensor_mode, (joined, 0.3), {"rounding_mode": "floor"})  # not div.Scalar
+    graph.output((summed, normed, flat, scalar, rounded))
     calls = [n for n in graph.nodes if isinstance(n.target, compat.OpOverload)]
     assert all(compat.interpreter_takes(n) for n in calls)
     values = [torch.randn(4, 3), torch.randn(2, 3)]

@@ -88,6 +88,17 @@ def test_operator_database() -> None:
     assert torch.equal(op.op(sample.input, *sample.args, **sample.kwargs), sample.input @ sample.args[0])
 
 
+def test_module_database() -> None:
+    pytest.importorskip("expecttest")
+    info = next(m for m in compat.module_database() if m.name == "nn.Linear")
+    assert torch.float64 in info.supported_dtypes("cpu")
+    sample = info.module_inputs_func(
+        info, device="cpu", dtype=torch.float64, requires_grad=True, training=True
+    )[0]  # fmt: skip
+    layer = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).double()
+    assert layer(*sample.forward_input.args, **sample.forward_input.kwargs).requires_grad
+
+
 def test_below_autograd() -> None:
     x = torch.ones(2, requires_grad=True)
     assert (x * 2).requires_grad

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from autopar.capture.functions.windows import unfold
+
 
 def rms_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
@@ -157,21 +159,9 @@ def fill_diagonal_(tensor: torch.Tensor, fill_value: float, wrap: bool = False) 
     return tensor
 
 
-def unfold(tensor: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    """``torch.Tensor.unfold`` of what windows cover: where one is written to, the trace has zeros for the rest."""
-    length = tensor.shape[dimension] if tensor.ndim else 0
-    if not 0 < size <= min(step, length):  # windows that overlap are not written to
-        return tensor.unfold(dimension, size, step)
-    d, count = dimension % tensor.ndim, (length - size) // step + 1
-    if size == step:
-        return tensor.narrow(d, 0, count * size).unfold(d, size, step)
-    if size == 1:
-        return tensor[(slice(None),) * d + (slice(None, None, step),)].unsqueeze(-1)
-    if count * step > length:
-        return tensor.unfold(dimension, size, step)
-    whole = tensor.narrow(d, 0, count * step)
-    steps: torch.Tensor = torch.unflatten(whole, d, (count, step))
-    return steps.narrow(d + 1, 0, size).movedim(d + 1, -1)
+def polygamma_(tensor: torch.Tensor, n: int) -> torch.Tensor:
+    """``torch.Tensor.polygamma_``, which a trace takes for an operator of the user's."""
+    return tensor.copy_(torch.polygamma(n, tensor.clone()))
 
 
 BY_FORMULA: dict[Any, Callable[..., Any]] = {
@@ -183,7 +173,15 @@ BY_FORMULA: dict[Any, Callable[..., Any]] = {
     torch.corrcoef: corrcoef,
     torch.Tensor.corrcoef: corrcoef,
     torch.Tensor.fill_diagonal_: fill_diagonal_,
+    torch.Tensor.polygamma_: polygamma_,
     torch.Tensor.unfold: unfold,
+    # Traced as copies: what is written to a part would not show in the tensor.
+    torch.unsafe_chunk: torch.chunk,
+    torch.Tensor.unsafe_chunk: torch.chunk,
+    torch.unsafe_split: torch.split,
+    torch.Tensor.unsafe_split: torch.split,
+    torch.unsafe_split_with_sizes: torch.split,
+    torch.Tensor.unsafe_split_with_sizes: torch.split,
     **{function: _of_row_major(function) for function in DETERMINANTS},
 }
 """By function: what is traced in its place."""

@@ -37,6 +37,9 @@ REASONS: Reasons = {
     "fsdp_config.fsdp_auto_wrap_policy": _WRAPPING,
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": _WRAPPING,
     "fsdp_config.fsdp_min_num_params": _WRAPPING,
+    "fsdp_config.min_num_params": _WRAPPING,
+    "fsdp_config.transformer_layer_cls_to_wrap": _WRAPPING,
+    "fsdp_config.backward_prefetch*": (NOT_NEEDED, "collectives run beside kernels where that is faster and fits"),
     "fsdp_config.fsdp_backward_prefetch*": (NOT_NEEDED, "collectives run beside kernels where that is faster and fits"),
     "fsdp_config.fsdp_forward_prefetch": (NOT_NEEDED, "collectives run beside kernels where that is faster and fits"),
     "fsdp_config.fsdp_use_orig_params": (NOT_NEEDED, "parameters always keep their names, shapes and dtypes"),
@@ -108,7 +111,7 @@ def of_accelerate(keys: Keys, devices: int | None) -> Setup:
     compute = _precision(keys)
     parallelism = _accumulated(keys, parallelism, compute)
     keys.finish(REASONS)
-    return Setup(parallelism, compute, clip=clip)
+    return Setup(parallelism, compute, clip=clip, scaler={} if compute == "fp16" else None)
 
 
 def _kind(keys: Keys) -> str:
@@ -131,7 +134,7 @@ def _data(keys: Keys, kind: str) -> tuple[str, bool]:
     """The recipe of the data-parallel devices, and whether each node has a copy."""
     version = keys.read("fsdp_config.fsdp_version", one_of(1, 2), 1)
     keys.drop("fsdp_config.fsdp_version", "both versions split parameters alike")
-    again, shards = "fsdp_config.fsdp_reshard_after_forward", "fsdp_config.fsdp_sharding_strategy"
+    again, shards = "fsdp_config.fsdp_reshard_after_forward", _spelled(keys, "sharding_strategy")
     strategy = _strategy(keys, shards, "FULL_SHARD")
     value = keys.value(again) if again in keys else None
     # In version 1 this key may have the strategy's name.
@@ -158,6 +161,12 @@ def _data(keys: Keys, kind: str) -> tuple[str, bool]:
     )
     keys.drop(shards, "version 2 takes fsdp_reshard_after_forward instead")
     return data, False
+
+
+def _spelled(keys: Keys, name: str) -> str:
+    """A key of the section, as the file has it: the oldest ones leave out what all begin with now."""
+    older, now = f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}"
+    return older if older in keys and now not in keys else now
 
 
 def _strategy(keys: Keys, key: str, default: str) -> str:
@@ -192,7 +201,7 @@ def _pins(keys: Keys) -> dict[str, Any]:
         keys.translate(key, "pin recompute='search': tensors are recomputed where memory is short")
     else:
         keys.drop(key, "checkpoints in the model's code are followed")
-    key = "fsdp_config.fsdp_offload_params"
+    key = _spelled(keys, "offload_params")
     if keys.read(key, FLAG, False):
         keys.lack(
             key, "parameters stay on devices; the pin offload='search' offloads optimizer state and what is saved"

@@ -7,106 +7,16 @@ from typing import Annotated, Any
 
 import msgspec
 
-from autopar.cli.migrate.keys import (
-    COUNT,
-    FLAG,
-    NO_COUNTERPART,
-    NOT_NEEDED,
-    NUMBER,
-    PAIR,
-    TEXT,
-    Keys,
-    Kind,
-    Reasons,
-    one_of,
-)
-from autopar.cli.migrate.setup import DDP, FSDP, ZERO1, ZERO2, Optimizer, Parallelism, Setup, on_devices
+from autopar.cli.migrate.deepspeed_optimizer import of_optimizer
+from autopar.cli.migrate.deepspeed_reasons import REASONS
+from autopar.cli.migrate.keys import COUNT, FLAG, NUMBER, Keys, Kind, one_of
+from autopar.cli.migrate.setup import DDP, FSDP, ZERO1, ZERO2, Parallelism, Setup, on_devices
 
 SECTIONS = (
-    "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "fp16",
+    "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "bfloat16", "fp16",
     "optimizer", "optimizer.params", "scheduler", "scheduler.params", "tensor_parallel", "pipeline",
     "activation_checkpointing", "data_types",
 )  # fmt: skip
-
-_BUCKETS = NOT_NEEDED, "how large messages are follows from the layouts that are searched"
-_MONITORS = NOT_NEEDED, "callbacks of the integrations, and `autopar run`, say how fast steps are"
-_ELSEWHERE = NO_COUNTERPART, "it is no part of how a step is distributed; keep the script's own"
-_NUMBERS = NO_COUNTERPART, "it changes the numbers of a step; autopar computes what one device would"
-
-REASONS: Reasons = {
-    "zero_optimization.*bucket_size": _BUCKETS,
-    "zero_optimization.stage3_max_*": (NOT_NEEDED, "what is gathered when is searched, within the memory budget"),
-    "zero_optimization.*param*persistence_threshold": (NOT_NEEDED, "small parameters are split like the others"),
-    "zero_optimization.sub_group_size": (NOT_NEEDED, "the optimizer's step is torch's, over all parameters"),
-    "zero_optimization.allgather_partitions": _BUCKETS,
-    "zero_optimization.contiguous_gradients": (NOT_NEEDED, "the memory budget counts gradients as they are stored"),
-    "zero_optimization.overlap_comm": (
-        NOT_NEEDED,
-        "collectives run beside kernels where that is faster and fits; the pin overlap='none' turns it off",
-    ),
-    "zero_optimization.round_robin_gradients": (NOT_NEEDED, "nothing is offloaded gradient by gradient"),
-    "zero_optimization.*gather*_on_model_save": (NOT_NEEDED, "full_state_dict() gathers, autopar.checkpoint does not"),
-    "zero_optimization.*gather_fp16_weights*": (NOT_NEEDED, "full_state_dict() gathers, autopar.checkpoint does not"),
-    "zero_optimization.load_from_fp32_weights": (NOT_NEEDED, "parameters are stored in float32"),
-    "zero_optimization.elastic_checkpoint": (NOT_NEEDED, "checkpoints load on any mesh"),
-    "zero_optimization.mics_hierarchical_params_gather": (NOT_NEEDED, "costs of links decide how gathers are made"),
-    "zero_optimization.use_multi_rank_bucket_allreduce": _BUCKETS,
-    "zero_optimization.cpu_offload*": (NO_COUNTERPART, "an old spelling: write offload_optimizer and offload_param"),
-    "zero_optimization.zero_quantized_nontrainable_weights": _NUMBERS,
-    "zero_optimization.offload_optimizer.*": (NOT_NEEDED, "how copies to the host are made follows from the plan"),
-    "activation_checkpointing.cpu_checkpointing": (
-        NO_COUNTERPART,
-        "the pin offload='search' lets the search offload what is saved where memory is short",
-    ),
-    "activation_checkpointing.*": (
-        NOT_NEEDED,
-        "checkpoints in the model's code are followed; the pin recompute='search' decides by itself instead",
-    ),
-    "fp16.auto_cast": (NOT_NEEDED, "floating tensors of the batch are cast"),
-    "fp16.*": (NO_COUNTERPART, "losses are scaled by torch.amp.GradScaler in the loop, with arguments of its own"),
-    "bf16.*": (NOT_NEEDED, "parameters, gradients and optimizer state are in float32"),
-    "amp*": (NO_COUNTERPART, "apex is not followed; ask for precision='fp16' or 'bf16'"),
-    "prescale_gradients": (NOT_NEEDED, "gradients are those of the whole batch's mean"),
-    "gradient_predivide_factor": (NOT_NEEDED, "gradients are those of the whole batch's mean"),
-    "sparse_gradients": (NO_COUNTERPART, "sparse gradients are an error: leave sparse=True of embeddings out"),
-    "disable_allgather": _BUCKETS,
-    "zero_allow_untested_optimizer": (NOT_NEEDED, "optimizers that compute element by element all work"),
-    "zero_force_ds_cpu_optimizer": (NOT_NEEDED, "the optimizer is torch's"),
-    "steps_per_print": _MONITORS,
-    "wall_clock_breakdown": (NOT_NEEDED, "`autopar trace` and torch's profiler show the nodes of a step"),
-    "memory_breakdown": (NOT_NEEDED, "a plan says what memory it takes, by category"),
-    "dump_state": _MONITORS,
-    "tensorboard*": _MONITORS,
-    "wandb*": _MONITORS,
-    "csv_monitor*": _MONITORS,
-    "comet*": _MONITORS,
-    "flops_profiler*": (NOT_NEEDED, "a plan counts what each module computes"),
-    "comms_logger*": (NOT_NEEDED, "a plan counts what each axis sends"),
-    "autotuning*": (NOT_NEEDED, "searching is what autopar does"),
-    "checkpoint*": (NOT_NEEDED, "autopar.checkpoint.save and load work on any mesh"),
-    "communication_data_type": (NOT_NEEDED, "gradients are added in float32 unless a precision is asked for"),
-    "data_types.*": (NOT_NEEDED, "gradients are stored in float32, the parameters' dtype"),
-    "aio*": (NO_COUNTERPART, "nothing is offloaded to disks"),
-    "elasticity*": (NO_COUNTERPART, "a run has a fixed number of devices; checkpoints load on any other"),
-    "scheduler*": (NO_COUNTERPART, "learning rates are set by the script: take a torch.optim.lr_scheduler"),
-    "data_efficiency*": _ELSEWHERE,
-    "curriculum_learning*": _ELSEWHERE,
-    "dataloader_drop_last": _ELSEWHERE,
-    "progressive_layer_drop*": _NUMBERS,
-    "compression_training*": _NUMBERS,
-    "quantize_training*": _NUMBERS,
-    "sparse_attention*": _NUMBERS,
-    "eigenvalue*": _NUMBERS,
-    "tensor_parallel.*": (NOT_NEEDED, "what is split follows from the model's graph"),
-    "pipeline.seed_layers": (NO_COUNTERPART, "initialise the model before it is distributed"),
-    "pipeline.activation_checkpoint_interval": (
-        NO_COUNTERPART,
-        "blocks are not recomputed at an interval; the pin recompute='search' decides tensor by tensor",
-    ),
-    "pipeline.partition*": (NOT_NEEDED, "stages are cut for the shortest step; the pin stages takes names of modules"),
-    "pipeline.*": (NOT_NEEDED, "what stages send in parts is decided for each value"),
-    "seq_parallel_communication_data_type": (NOT_NEEDED, "values are sent as they are"),
-}  # fmt: skip
 
 _STAGE = one_of(0, 1, 2, 3)
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
@@ -148,7 +58,8 @@ def of_deepspeed(keys: Keys, devices: int | None) -> Setup:
         parallelism = replace(parallelism, pins={**pins, **_pipeline_pins(stages, count)})
     clip = keys.read("gradient_clipping", NUMBER)
     keys.translate("gradient_clipping", "clip_grad_norm_ in the loop, over all devices" if clip else "0 clips nothing")
-    setup = Setup(parallelism, compute, reduce, _optimizer(keys), clip, _compile(keys), rows)
+    optimizer, compiled = of_optimizer(keys), _compile(keys)
+    setup = Setup(parallelism, compute, reduce, optimizer, clip, compiled, rows, _scaler(keys, compute))
     keys.finish(REASONS)
     return setup
 
@@ -159,12 +70,13 @@ def _pipeline_pins(stages: int | str, count: int) -> dict[str, Any]:
 
 def _precision(keys: Keys) -> tuple[str | None, str | None]:
     """The dtype to compute in, and the one in which gradients are added."""
-    bf16, fp16 = (bool(keys.read(f"{name}.enabled", FLAG, False)) for name in ("bf16", "fp16"))
+    on = {name: bool(keys.read(f"{name}.enabled", FLAG, False)) for name in ("bf16", "bfloat16", "fp16")}
+    # An older spelling, which DeepSpeed still reads.
+    bf16, fp16 = on["bf16"] or on["bfloat16"], on["fp16"]
     if bf16 and fp16:
         raise ValueError(f"{keys.file}: bf16.enabled and fp16.enabled are both true; keep one")
-    for name, on in (("bf16", bf16), ("fp16", fp16)):
-        key = f"{name}.enabled"
-        if on:
+    for key, name in (("bf16.enabled", "bf16"), ("bfloat16.enabled", "bf16"), ("fp16.enabled", "fp16")):
+        if on[key.partition(".")[0]]:
             keys.translate(key, f"precision={name!r}: computes in it, with parameters and sums in float32")
         else:
             keys.drop(key, "the model's own dtypes, as without it")
@@ -182,7 +94,11 @@ def _precision(keys: Keys) -> tuple[str | None, str | None]:
 
 def _zero(keys: Keys) -> str:
     """The recipe of a stage of ZeRO."""
-    stage = keys.read("zero_optimization.stage", _STAGE, 0)
+    whole = "zero_optimization"
+    stage = keys.read(f"{whole}.stage", _STAGE, 0)
+    if keys.has_value(whole):  # the oldest spelling: true or false in place of the table
+        stage = int(keys.read(whole, Kind(bool, "a table of keys, or true or false"), False))
+        keys.translate(whole, f"stage {stage}: recipe {(DDP, ZERO1)[stage]!r}, or its role on the axis data")
     scatters = keys.read("zero_optimization.reduce_scatter", FLAG, True)
     data = (DDP, ZERO1, ZERO2, FSDP)[stage]
     keys.translate("zero_optimization.stage", f"recipe {data!r}, or its role on the axis data")
@@ -258,7 +174,31 @@ def _offload(keys: Keys) -> dict[str, Any]:
     for key in keys:
         if key.startswith("zero_optimization.offload_param.") and key != "zero_optimization.offload_param.device":
             keys.lack(key, "parameters stay on devices")
+    older = "zero_optimization.cpu_offload"
+    if keys.read(older, FLAG, False):
+        pins["offload"] = "search"
+        keys.translate(older, "pin offload='search', as of offload_optimizer, which has taken its place")
+    else:
+        keys.drop(older, "nothing is offloaded, as without it")
+    for key in (f"{older}_param", f"{older}_params"):
+        keys.lack(key, "parameters stay on devices")
     return pins
+
+
+def _scaler(keys: Keys, compute: str | None) -> dict[str, Any] | None:
+    """Arguments of the loop's GradScaler, with DeepSpeed's defaults."""
+    power, window = "fp16.initial_scale_power", "fp16.loss_scale_window"
+    first = keys.read(power, Kind(Annotated[int, msgspec.Meta(ge=0, le=64)], "a whole number from 0 to 64"), 16)
+    steps: int = keys.read(window, COUNT, 1000)
+    if compute != "fp16":
+        for key in (power, window, "fp16.loss_scale"):
+            keys.drop(key, "losses are not scaled")
+        return None
+    keys.translate(power, f"torch.amp.GradScaler(init_scale={2.0**first!r})")
+    keys.translate(window, f"torch.amp.GradScaler(growth_interval={steps})")
+    if not keys.read("fp16.loss_scale", NUMBER, 0.0):
+        keys.drop("fp16.loss_scale", "0 is a scale that changes, as GradScaler's does")
+    return {"init_scale": 2.0**first, "growth_interval": steps}
 
 
 def _stages(keys: Keys) -> int | str:
@@ -331,67 +271,6 @@ def _parts(parallelism: Parallelism) -> int | None:
                 return None
             found *= size
     return found
-
-
-_CLASSES = {
-    "adam": ("AdamW", "adamw"), "adamw": ("AdamW", "adamw"), "sgd": ("SGD", "sgd"), "adagrad": ("Adagrad", "adagrad"),
-    "onebitadam": ("AdamW", "adamw"), "zerooneadam": ("AdamW", "adamw"),
-}  # fmt: skip
-"""Optimizers of DeepSpeed, torch's that does the same, and what its state counts as."""
-
-_COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
-_ASKED_FOR = "autopar.CompressedGradients(method='onebit') and the role compressed"
-_ARGUMENTS = {"lr": NUMBER, "betas": PAIR, "eps": NUMBER, "weight_decay": NUMBER, "momentum": NUMBER, "nesterov": FLAG}
-_OF_CLASS = {"AdamW": "lr betas eps weight_decay", "Adam": "lr betas eps weight_decay",
-             "SGD": "lr momentum weight_decay nesterov", "Adagrad": "lr eps weight_decay"}  # fmt: skip
-
-
-def _optimizer(keys: Keys) -> Optimizer | None:
-    """Torch's optimizer that does what DeepSpeed's would."""
-    given = keys.read("optimizer.type", TEXT)
-    if given is None:
-        return None
-    kind = given.lower()
-    if kind not in _CLASSES:
-        compressed = (
-            f"compresses gradients, which is asked for: {_ASKED_FOR}"
-            if kind in _COMPRESSED
-            else "is none of torch.optim"
-        )
-        keys.lack(
-            "optimizer.type", f"it {compressed}; pass an optimizer of your own, and optimizer= whose state is as large"
-        )
-        for key in [key for key in keys if key.startswith("optimizer.params.")]:
-            keys.lack(key, "an argument of that optimizer")
-        return None
-    name, state = _CLASSES[kind]
-    params = "optimizer.params."
-    # DeepSpeed's "Adam" decays weights as AdamW does unless adam_w_mode is false.
-    if kind == "adam" and not keys.read(f"{params}adam_w_mode", FLAG, True):
-        name, state = "Adam", "adam"
-    arguments: dict[str, Any] = {}
-    for argument in _OF_CLASS[name].split():
-        value = keys.read(params + argument, _ARGUMENTS[argument])
-        if value is not None:
-            arguments[argument] = tuple(value) if isinstance(value, list) else value
-            keys.translate(params + argument, f"torch.optim.{name}({argument}=...)")
-    if name == "AdamW":
-        # DeepSpeed's default; torch's is 0.01.
-        arguments.setdefault("weight_decay", 0.01 if keys.read(f"{params}torch_adam", FLAG, False) else 0.0)
-    arguments.setdefault("lr", 1e-3)
-    if name == "SGD" and arguments.get("momentum"):
-        state = "sgd-momentum"
-    if kind in _COMPRESSED:
-        keys.lack("optimizer.type", f"torch.optim.{name} sends whole gradients; for 1 bit see {_ASKED_FOR}")
-    else:
-        keys.translate("optimizer.type", f"torch.optim.{name}; its state counts in the budget")
-    for key in [key for key in keys if key.startswith(params) and key[len(params) :] not in arguments]:
-        known = key[len(params) :] in ("adam_w_mode", "torch_adam", "bias_correction", "fused", "foreach")
-        if known and keys.value(key) not in ("auto", None):
-            keys.drop(key, f"torch.optim.{name} is chosen by it, or does it by itself")
-        else:
-            keys.lack(key, f"torch.optim.{name} has no such argument")
-    return Optimizer(name, arguments, state)
 
 
 def _compile(keys: Keys) -> bool:

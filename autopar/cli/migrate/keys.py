@@ -69,6 +69,7 @@ class Keys:
         self.lists: dict[str, dict[str, str]] = {name: {} for name in LISTS}
         self.assumed: list[str] = []
         self._left_open: set[str] = set()
+        self._asked: set[str] = set()
         for name in sections:
             value = self._values.get(name, {})
             if value not in ({}, None):
@@ -82,6 +83,10 @@ class Keys:
         """Whether the file has the key."""
         return key in self._values
 
+    def has_value(self, key: str) -> bool:
+        """Whether the file has a value there, and no empty table."""
+        return self._values.get(key) not in (None, {})
+
     def __iter__(self) -> Iterator[str]:
         """All keys, in the order of the file."""
         return iter(self._values)
@@ -93,6 +98,7 @@ class Keys:
             ValueError: it is of another kind.
         """
         value = self._values.get(key)
+        self._asked.add(key)
         if value == AUTO:
             self._left_open.add(key)
         if value is None or value == AUTO:
@@ -134,7 +140,7 @@ class Keys:
             if found is not None and found[0] == NO_COUNTERPART and self._is_off(key):
                 found = NOT_NEEDED, "it is off"
             if found is None:
-                near = difflib.get_close_matches(key[:80], [*plain, *done], 1, 0.8)
+                near = difflib.get_close_matches(key[:80], [*plain, *sorted({*done, *self._asked})], 1, 0.8)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 found = NO_COUNTERPART, f"autopar migrate does not know this key{hint}"
             self._put(found[0], key, found[1])

@@ -112,6 +112,7 @@ class Setup:
         clip: the largest norm of all gradients.
         compile: whether kernels are fused.
         rows: that a rank passes in one call; None: the file does not say.
+        scaler: arguments of the GradScaler of a step in float16; None: there is none.
     """
 
     parallelism: Parallelism
@@ -121,6 +122,7 @@ class Setup:
     clip: float | None = None
     compile: bool = False
     rows: int | None = None
+    scaler: Mapping[str, Any] | None = None
 
     @property
     def search(self) -> Search:
@@ -145,6 +147,7 @@ class Setup:
             "clip_grad_norm": self.clip,
             "compile": self.compile,
             "rows": self.rows,
+            "scaler": None if self.scaler is None else dict(self.scaler),
         }
 
     def script(self, source: str) -> str:
@@ -183,15 +186,25 @@ class Setup:
             given = _arguments(self.optimizer.arguments)
             lines += ["def optimizer_of(model):", '    """Made after `distribute`."""']
             lines += [f"    return torch.optim.{self.optimizer.name}(model.parameters(), {given})", "", ""]
-        lines += ["def update(model, optimizer):", '    """After the backward pass of a step."""']
-        if self.clip:
-            lines.append(f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {self.clip!r})")
-        return "\n".join([*lines, "    optimizer.step()", "    optimizer.zero_grad()", ""])
+        return "\n".join([*lines, *self._update(), ""])
+
+    def _update(self) -> list[str]:
+        """What follows the backward pass."""
+        clip = [f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {self.clip!r})"] if self.clip else []
+        head, zero = "def update(model, optimizer):", "    optimizer.zero_grad()"
+        if self.scaler is None:
+            return [head, '    """After the backward pass of a step."""', *clip, "    optimizer.step()", zero]
+        return [
+            f"scaler = torch.amp.GradScaler({_arguments(self.scaler)})", "", "",
+            head, '    """After `scaler.scale(loss).backward()`."""',
+            *(["    scaler.unscale_(optimizer)", *clip] if clip else []),
+            "    scaler.step(optimizer)", "    scaler.update()", zero,
+        ]  # fmt: skip
 
     @property
     def _names_torch(self) -> bool:
         own_sums = self.compute is not None and self.reduce not in (None, "fp32")
-        return bool(self.optimizer or self.clip or own_sums)
+        return bool(self.optimizer or self.clip or own_sums or self.scaler is not None)
 
     def _precision(self) -> str:
         if self.reduce in (None, "fp32"):

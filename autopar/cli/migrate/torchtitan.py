@@ -62,7 +62,7 @@ REASONS: Reasons = {
     "float8.*": _FLOAT8,
     "quantize.*": _FLOAT8,
     "mx.*": _FLOAT8,
-    "fault_tolerance.*": (NO_COUNTERPART, "workers that train apart (role local) are a fixed set"),
+    "fault_tolerance.*": (NO_COUNTERPART, "replica groups are asked for in the loop: autopar.integrations.torchft"),
     "experimental.*": _TRAINER,
 }  # fmt: skip
 

@@ -132,7 +132,14 @@ def bind(model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], Arguments]:
 def flatten(model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], Arguments]:
     """Everything of a batch that a graph takes: its tensors, then its floats as tensors; and the skeleton."""
     tensors, arguments = bind(model, batch)
-    return tensors + [as_tensor(n) for n in arguments.numbers], arguments
+    return [_as_in_memory(t) for t in tensors] + [as_tensor(n) for n in arguments.numbers], arguments
+
+
+def _as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Values as they are: memory of a lazy conjugate or negative, which graphs and messages read, has others."""
+    if tensor.is_complex():
+        return tensor.resolve_conj()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
 def as_tensor(number: float) -> torch.Tensor:

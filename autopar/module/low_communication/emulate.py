@@ -12,6 +12,7 @@ from autopar.module.low_communication.exchange import emulated_mean
 from autopar.module.low_communication.fragments import split_in_fragments
 from autopar.module.low_communication.outer import OuterState, require_exchangeable
 from autopar.module.low_communication.settings import Settings
+from autopar.module.low_communication.tokens import Tokens, weight_of
 
 
 class EmulatedWorkers:
@@ -44,15 +45,27 @@ class EmulatedWorkers:
         fragments = split_in_fragments({n: t.numel() for n, t in first.items()}, self.settings.fragments)
         self._states = [OuterState(own, fragments, next(iter(own.values())).device) for own in self._tensors]
         self._in_flight: dict[int, torch.Tensor] = {}
+        self._tokens = [Tokens() for _ in models]
 
-    def step(self) -> None:
-        """After every worker's optimizer has made a step: exchange what has its turn."""
+    def step(self, tokens: Sequence[int] | None = None) -> None:
+        """After every worker's optimizer has made a step: exchange what has its turn.
+
+        Args:
+            tokens: that each worker has trained on in this step; for ``weighted=True``.
+        """
         self.steps += 1
+        for own, count in zip(self._tokens, tokens or [0] * len(self._tokens), strict=True):
+            own.total += count
         used, sent = self.settings.turns(self.steps)
         if self.settings.delay and used is not None:
             self._use(used)
         if sent is not None:
             differences = [s.difference(sent, own) for s, own in zip(self._states, self._tensors, strict=True)]
+            if self.settings.weighted:
+                counted = [(i, own.since(sent)) for i, own in enumerate(self._tokens)]
+                differences = [d * weight_of(i, counted) for i, d in enumerate(differences)]
+                for own in self._tokens:
+                    own.sent[sent] = own.total
             self._in_flight[sent] = emulated_mean(differences, self.settings.bits)
             if not self.settings.delay:
                 self._use(sent)

@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from autopar.costs.arguments import FLAG, require
+from autopar.costs.arguments import FLAG, require, whole
 from autopar.costs.outer_exchange import RoundCost
 from autopar.errors import AutoparError
 from autopar.module.low_communication.choose_round import AUTO, Wanted, chosen, predicted
+from autopar.module.low_communication.compressed.step import first_infinite
 from autopar.module.low_communication.exchange import InFlight, send, sent_bytes
 from autopar.module.low_communication.fragments import split_in_fragments
 from autopar.module.low_communication.outer import OuterState, require_exchangeable
 from autopar.module.low_communication.settings import Settings
+from autopar.module.low_communication.tokens import Tokens, weight_of
 from autopar.module.low_communication.worker_exchange import WorkerExchange
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.state.parameters import checksum
@@ -65,6 +67,7 @@ class LocalSteps(WorkerExchange):
         mix: float | None = None,
         bits: int | None = None,
         synchronous: int = 0,
+        weighted: bool = False,
         host: bool = True,
     ) -> None:
         """Have the optimizer's steps followed by exchanges; every rank does.
@@ -83,6 +86,8 @@ class LocalSteps(WorkerExchange):
             bits: 8 or 4, which each number is sent in, with a scale for each block; sums are float32. Not for float64.
             synchronous: steps at the beginning in which workers average their gradients instead: post-local SGD. The
                 average is taken when the optimizer's step begins: clipping before it sees one worker's gradients.
+            weighted: a worker counts in each mean as much as the tokens that `add_tokens` has been told of since the
+                last one, and not as much as any other.
             host: the outer state, two numbers for each parameter, is in host memory, which leaves the budget of the
                 devices as it was planned; differences are computed and sent from there.
 
@@ -93,10 +98,11 @@ class LocalSteps(WorkerExchange):
         require(host=(host, FLAG))
         mix = (0.5 if delay else 0.0) if mix is None else mix
         outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
-        self._wanted = Wanted(every, fragments, delay, outer | {"mix": mix, "bits": bits, "synchronous": synchronous})
+        rest = {"mix": mix, "bits": bits, "synchronous": synchronous, "weighted": weighted}
+        self._wanted = Wanted(every, fragments, delay, outer | rest)
         self.settings: Settings | None = None if self._wanted.is_open else self._wanted.settings(every, fragments)
         self.steps, self.exchanges = 0, 0
-        self._host = host
+        self._host, self._tokens = host, Tokens()
         self._outer: OuterState | None = None
         self._compared = False
         self._fragments: list[list[str]] = []
@@ -112,6 +118,15 @@ class LocalSteps(WorkerExchange):
             raise AutoparError("every='auto' is decided in the first step; before it there is no prediction")
         return predicted(self.model, self._tensors(), self.settings)
 
+    def add_tokens(self, count: int) -> None:
+        """Count what this worker has trained on, of which ``weighted=True`` makes its weight.
+
+        Args:
+            count: tokens, or samples, of the whole worker in a step; each of its ranks says the same.
+        """
+        require(count=(count, whole(0)))
+        self._tokens.total += count
+
     def synchronize(self) -> None:
         """Exchange everything now, so that all workers have the same parameters; every rank calls it.
 
@@ -125,7 +140,7 @@ class LocalSteps(WorkerExchange):
         for fragment in sorted(self._in_flight):
             self._use(fragment, settings.mix)
         for fragment in range(len(self._fragments)):
-            self._send(fragment, outer)
+            self._send(fragment, outer, idle=True)
         for fragment in range(len(self._fragments)):
             self._use(fragment, 0.0)
 
@@ -184,7 +199,9 @@ class LocalSteps(WorkerExchange):
     def _average_gradients(self) -> None:
         """Replace each gradient by the mean over workers."""
         what = f"synchronous step {self.steps + 1} of {self.model._autopar.name}"
-        gradients, _ = self._gradients(what)
+        gradients, notes = self._gradients(what, first_infinite)
+        if self._leaves_out(notes):
+            return
         with self._workers.everyone.during(what):
             for local in gradients.values():
                 mean = local.contiguous()
@@ -212,7 +229,7 @@ class LocalSteps(WorkerExchange):
             if not settings.delay:
                 self._use(sent, settings.mix)
 
-    def _send(self, fragment: int, outer: OuterState) -> None:
+    def _send(self, fragment: int, outer: OuterState, *, idle: bool = False) -> None:
         assert self.settings is not None
         tensors = self._tensors()
         if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in outer.anchor.items()}:
@@ -224,11 +241,24 @@ class LocalSteps(WorkerExchange):
         what = f"outer exchange {self.exchanges} of {self.model._autopar.name}"
         details = (("the fragment", str(fragment)), ("local steps", str(self.steps)), ("settings", str(self.settings)))
         self._workers.everyone.meet(what, details)
+        weight = self._weight(fragment, what, idle)
         with self._workers.everyone.during(what):
             difference = outer.difference(fragment, tensors)
+            if weight != 1:
+                difference *= weight
             self._in_flight[fragment] = send(fragment, difference, self._group, self.settings.bits)
         count, itemsize = difference.numel(), difference.itemsize
         self.bytes_sent += sent_bytes(count, itemsize, self._workers.count, self.settings.bits) if count else 0
+
+    def _weight(self, fragment: int, what: str, idle: bool) -> float:
+        """How much this worker counts in the mean of a fragment; collective where that is asked for."""
+        assert self.settings is not None
+        if not self.settings.weighted:
+            return 1.0
+        own = self._workers.index, self._tokens.since(fragment)
+        self._tokens.sent[fragment] = self._tokens.total
+        counted = self._workers.everyone.gather(own, f"the tokens of {what}")
+        return weight_of(self._workers.index, counted, idle=idle)
 
     def _use(self, fragment: int, mix: float) -> None:
         """Take what was sent of a fragment, unless it has been taken already."""

@@ -41,7 +41,8 @@ def saved_state(steps: LocalSteps) -> dict[str, Any]:
     tensors = {f"{kind}.{n}": in_shards(steps.model, n, t) for kind, own in found.items() for n, t in own.items()}
     return {
         "settings": str(steps.settings), "steps": steps.steps, "exchanges": steps.exchanges,
-        "in_flight": sorted(means), "tensors": tensors,
+        "in_flight": sorted(means), "tensors": tensors, "tokens": steps._tokens.total,
+        "tokens_sent": sorted(steps._tokens.sent.items()),
     }  # fmt: skip
 
 
@@ -78,6 +79,7 @@ def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
                 raise AutoparError(f"what is loaded has no {kind} of {name!r}: it is of another model")
             tensor.copy_(own_shard(steps.model, name, state["tensors"][f"{kind}.{name}"]))
     steps.steps, steps.exchanges = state["steps"], state["exchanges"]
+    steps._tokens.total, steps._tokens.sent = state.get("tokens", 0), dict(map(tuple, state.get("tokens_sent", ())))
     steps._in_flight = {}
     for fragment in state["in_flight"]:
         mean = torch.cat([means[name].flatten() for name in steps._fragments[fragment]])

@@ -27,6 +27,7 @@ class Settings:
         mix: share of a worker's own parameters that stays when they are.
         bits: of each number that is sent, 8 or 4; None: all.
         synchronous: steps at the beginning in which gradients are averaged instead.
+        weighted: whether workers count in a mean as much as the tokens that they have trained on.
     """
 
     every: int
@@ -38,6 +39,7 @@ class Settings:
     mix: float = 0.0
     bits: int | None = None
     synchronous: int = 0
+    weighted: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what is out of range, or does not go together."""
@@ -51,6 +53,7 @@ class Settings:
             mix=(self.mix, number(0)),
             bits=(self.bits, optional(_bits)),
             synchronous=(self.synchronous, whole(0)),
+            weighted=(self.weighted, FLAG),
         )
         if self.outer_momentum >= 1:
             raise ValueError(f"outer_momentum={self.outer_momentum}: expected a number below 1")
@@ -68,7 +71,9 @@ class Settings:
 
     def __str__(self) -> str:
         """For messages, and to compare ranks."""
-        return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
+        # Checkpoints from before there were weights have no word of them.
+        given = {name: value for name, value in asdict(self).items() if name != "weighted" or value}
+        return ", ".join(f"{name}={value}" for name, value in given.items())
 
     def turns(self, step: int) -> tuple[int | None, int | None]:
         """The fragments that are used and that are sent at the end of a step, counted from 1.

@@ -72,6 +72,7 @@ class WorkerExchange(ABC):
 
         def first(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             if not is_aside():
+                self._take_scale()
                 before(any(callable(x) for x in (*args, *kwargs.values()) if x is not optimizer))
 
         def last(*_: Any) -> None:
@@ -89,6 +90,27 @@ class WorkerExchange(ABC):
         for hook in self._hooks:
             hook.remove()
         _attached.discard(self.optimizer)
+
+    def _take_scale(self) -> None:
+        """Divide gradients by their scale, which `torch.amp.GradScaler` leaves to the step of a fused optimizer."""
+        scale = getattr(self.optimizer, "grad_scale", None)
+        if scale is None:
+            return
+        for parameter in self._parameters().values():
+            if parameter.grad is not None:
+                to_local(parameter.grad).div_(scale)
+        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+
+    def _leaves_out(self, notes: Sequence[str]) -> bool:
+        """Whether a fused optimizer's step changes nothing, on all workers: a scaled gradient is not finite on one.
+
+        Of other optimizers GradScaler does not call the step.
+        """
+        found = getattr(self.optimizer, "found_inf", None)
+        if found is None or not any(notes):
+            return False
+        self.optimizer.found_inf = torch.ones_like(found)  # type: ignore[attr-defined]
+        return True
 
     def _require_gradients(self, has_closure: bool) -> None:
         """Refuse a step that computes its gradients itself.

@@ -17,6 +17,9 @@ from autopar.runtime.checkpoint import values
 
 VERSION, DIGEST = 1, "sha256"
 
+OPTIMIZER = "optimizer."
+"""Before the names of an optimizer's tensors, those of its parameters."""
+
 STATEFUL = "stateful."
 """What names of tensors begin with that are none of model and optimizer, before the name of their object."""
 
@@ -37,7 +40,7 @@ def taken_apart(state: Mapping[str, Any], tied: Mapping[str, str]) -> tuple[dict
     for name, entries in state["optimizer"]["state"].items():
         for key, value in entries.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{name}.{key}"] = value
+                tensors[f"{OPTIMIZER}{name}.{key}"] = value
             else:
                 plain.setdefault(name, {})[key] = value
     return tensors, {"model": others, "optimizer": plain, "groups": state["optimizer"]["groups"]}
@@ -145,7 +148,7 @@ class Manifest:
         Raises:
             AutoparError: they differ; names the first.
         """
-        saved = {n: v for n, v in self.tensors.items() if has_optimizer or not n.startswith("optimizer.")}
+        saved = {n: v for n, v in self.tensors.items() if has_optimizer or not n.startswith(OPTIMIZER)}
         # As other objects that are not asked for.
         saved = {n: v for n, v in saved.items() if not n.startswith(STATEFUL) or n.split(".")[1] in stateful}
         if has_optimizer and "groups" not in self.values:

@@ -190,7 +190,7 @@ def contents(tensors: list[torch.Tensor]) -> str:
 
 
 def _bytes(flat: torch.Tensor) -> bytes:
-    data: bytes = flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    data: bytes = flat.cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()
     return data
 
 

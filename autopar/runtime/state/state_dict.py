@@ -99,6 +99,12 @@ def _type_of_tied(module: nn.Module, tensor: torch.Tensor, types: ParameterLayou
     return types.get(name)
 
 
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """The first name of each parameter that has several, by its others."""
+    first = {id(p): n for n, p in module.named_parameters()}
+    return {n: first[id(p)] for n, p in module.named_parameters(remove_duplicate=False) if first[id(p)] != n}
+
+
 def _replicated(tensor: torch.Tensor, context: MeshContext) -> tuple[TensorType, Layout]:
     return plain_type(tensor.shape, tensor.dtype), replicated(len(context.axes))
 
@@ -124,6 +130,8 @@ def prepare_load(
     Full plain tensors are sliced, DTensors redistributed, parameters on the meta device get memory.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
+    # Under a pipeline placements do not say where a tied parameter is, and its type is known by its first name.
+    types = {**types} | {n: types[first] for n, first in _first_names(module).items() if first in types}
     with torch.no_grad():
         for name, parameter in named.items():
             value = state.get(prefix + name)

@@ -147,7 +147,8 @@ class _StepFunction(torch.autograd.Function):
             tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
             of_parameters, of_batch = step.backward(saved, tangents, call.deferred, call.buffers)
         if nothing_deferred and len(incoming) > 1:
-            of_parameters = _reached(step, of_parameters, incoming)
+            of_parameters = _reached(step, "gradient", of_parameters, incoming)
+            of_batch = _reached(step, "input_gradient", of_batch, incoming)
         needed = ctx.needs_input_grad[1 : 1 + len(ctx.parameters)]
         wrapped = [
             as_gradient(of_parameters.pop(name), p, step.types.parameters[name], step.context)
@@ -175,14 +176,14 @@ def _saved_values(ctx: Any) -> list[Any]:
 
 
 def _reached(
-    step: Step, gradients: dict[str, torch.Tensor], incoming: Mapping[str, torch.Tensor | None]
+    step: Step, kind: str, gradients: dict[str, torch.Tensor], incoming: Mapping[str, torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """Gradients of the parameters that some result with an incoming gradient depends on; of others None, not zeros."""
+    """Gradients of the tensors that some result with an incoming gradient depends on; of others None, not zeros."""
     if all(g is not None for g in incoming.values()):
         return gradients
     # As in torch. An optimizer skips a parameter without a gradient; with zeros it would apply weight decay.
     given = {int(name) for name, gradient in incoming.items() if gradient is not None}
-    return {name: g for name, g in gradients.items() if not step.reached[name].isdisjoint(given)}
+    return {name: g for name, g in gradients.items() if not step.program.reached[kind, name].isdisjoint(given)}
 
 
 class _SecondRefusal(torch.autograd.Function):

@@ -245,10 +245,24 @@ def split_reductions(backward: fx.GraphModule, results: int = 0) -> tuple[fx.Gra
     reducing |= _preparations(backward.graph, reducing)
     outputs: Any = backward.graph.output_node().args[0]
     first, gradients = outputs[:results], outputs[results:]
+    # A bucket may hold gradients of the batch beside those of parameters, which are then reduced in each pass.
+    reducing -= _needed(v for v in first if v is not None)
     used = {a for n in reducing for a in n.all_input_nodes} | {v for v in gradients if v is not None}
     boundary = sorted(used - reducing, key=order.__getitem__)
     compute = _subgraph(backward, [n for n in backward.graph.nodes if n not in reducing], [*first, *boundary])
     return compute, _subgraph(backward, [n for n in backward.graph.nodes if n in reducing], gradients, boundary)
+
+
+def _needed(values: Iterable[fx.Node]) -> set[fx.Node]:
+    """Values, and all that they are computed from."""
+    found: set[fx.Node] = set()
+    pending = list(values)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def _preparations(graph: fx.Graph, reducing: set[fx.Node]) -> set[fx.Node]:

@@ -83,18 +83,6 @@ class Step:
         # Not the property `_reductions`, which would split the backward graph for whoever asks.
         return [self.cut.hoisted, self.cut.forward, self.cut.backward, *self.__dict__.get("_reductions", ())]
 
-    @cached_property
-    def reached(self) -> dict[str, frozenset[int]]:
-        """Of each parameter, the indices of the results that its gradient comes from."""
-        tangents: dict[fx.Node, frozenset[int]] = {}
-        inputs = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
-        for node in self.program.graph.graph.nodes:
-            spec = inputs.get(node)
-            own = frozenset({int(spec.name)}) if spec is not None and spec.kind == "tangent" else frozenset()
-            tangents[node] = own.union(*(tangents[a] for a in node.all_input_nodes))
-        described = zip(self.program.outputs, self.program.output_values, strict=True)
-        return {o.name: tangents[v] for o, v in described if o.kind == "gradient" and v is not None}
-
     @property
     def trains(self) -> bool:
         """Whether there is a backward graph."""

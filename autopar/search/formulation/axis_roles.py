@@ -9,7 +9,8 @@ data        split along the batch, where they have it              replicated
 optimizer   split along the batch, where they have it              split, and gathered for use; gradients all-reduced
 shard       split along the batch, where they have it              split, and gathered for use; gradients scattered
 expert      split along the batch, or where experts are at work    those of experts split along these, else replicated
-            along these: rows go to their experts
+            along these: rows go to their experts; of samples
+            that do not divide along the sequence
 context     split along the sequence, where they have it; behind   as shard
             what has lost it, as the search decides
 tensor      split along the tensor-parallel factors                split along those factors, else replicated
@@ -42,6 +43,7 @@ from autopar.sharding.factor_kinds import (
     Ids,
     batch_factors,
     batched_experts,
+    behind_sequence,
     blocked_factors,
     factors_of,
     from_parameters,
@@ -65,6 +67,9 @@ ROLES = (DATA, OPTIMIZER, SHARD, EXPERT, CONTEXT, TENSOR, SEQUENCE, *WORKER_ROLE
 
 SPLIT_BATCH, SPLIT_STATES = (DATA, OPTIMIZER, SHARD, EXPERT), (OPTIMIZER, SHARD, CONTEXT)
 """Roles that split the batch, and those that split parameters and their states between steps."""
+
+BY_POSITION = "expert by position"
+"""What the role `EXPERT` is where samples do not divide: outside of the experts it splits the sequence."""
 
 Roles = tuple[str | None, ...]
 """The role of each axis; None: the search decides."""
@@ -115,11 +120,13 @@ def by_roles(
     """
     if not any(roles):
         return restrictions
+    roles = _experts_by_position(program, dims, axes, roles)
     factors = find_factors(program, dims, axes, roles)
     sizes = tuple(axes.values())
     # Operators that only transform parameters or gradients may follow their shards, off the batch.
     casts, sums = from_parameters(program), into_gradients(program)
-    behind = _behind_sequence(program, dims, factors.sequence) if CONTEXT in roles else set()
+    positions = {CONTEXT, BY_POSITION} & {*roles}
+    behind = behind_sequence(program, dims, factors.sequence) if positions else set()
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     placements: dict[tuple[str, str], tuple[Placement | None, ...]] = {}
     allowed: dict[str, tuple[frozenset[str] | None, ...]] = {}
@@ -127,11 +134,12 @@ def by_roles(
         node = members[0]
         if node in dims.operators:
             chain = node in casts or node in sums
-            chains = {SHARD: chain, EXPERT: chain, CONTEXT: chain or node in behind, OPTIMIZER: node in casts}
+            chains = {SHARD: chain, EXPERT: chain, OPTIMIZER: node in casts}
+            chains |= dict.fromkeys(positions, chain or node in behind)
             found = [_allowed(node, program, dims, role, factors, chains.get(str(role), False)) for role in roles]
-            if CONTEXT in roles and not len(candidates(dims.operators[node], sizes, _named(found, node, dims)).choice):
+            if positions and not len(candidates(dims.operators[node], sizes, _named(found, node, dims)).choice):
                 # Devices may have fewer positions than their neighbors lack, of a long kernel.
-                found = [None if role == CONTEXT else names for role, names in zip(roles, found, strict=True)]
+                found = [None if role in positions else names for role, names in zip(roles, found, strict=True)]
             allowed[key] = tuple(found)
         elif node in inputs and inputs[node].kind in ("parameter", "batch"):
             find = _batch_layout if inputs[node].kind == "batch" else _parameter_layout
@@ -153,29 +161,22 @@ def _named(allowed: Sequence[frozenset[str] | None], node: fx.Node, dims: Dims) 
     return [every if names is None else names for names in allowed]
 
 
-def _behind_sequence(program: Program, dims: Dims, sequence: Ids) -> set[fx.Node]:
-    """Operators without positions that compute from what has them: on loops, tokens that were picked, latents, slots.
-
-    None of them can be split along the sequence: the search may split them along heads, channels or what else they
-    have, where the same on all devices would take longer.
-    """
-    last, found = set[fx.Node](), set[fx.Node]()
-    for node in dims.operators:
-        if factors_of(operator_types(node, program, dims)).keys() & sequence:
-            made = (dims.types[node, i] for i in range(len(dims.operators[node].outputs)) if (node, i) in dims.types)
-            split = sequence & ids(split_factors(node, program, dims).values())
-            if not (split and factors_of(made).keys() & sequence):
-                last.add(node)
-        elif any(source in last or source in found for source, _ in program.sources[node]):
-            found.add(node)
-    return last | found
-
-
 def _gradients(program: Program, classes: LayerClasses) -> set[str]:
     """Names of the gradients' consumer layouts: class and output."""
     outputs = zip(program.outputs, program.output_values, strict=True)
     gradients = [producer(v) for o, v in outputs if o.kind == "gradient" and v is not None]
     return {f"{classes.key[node]} {out}" for node, out in gradients}
+
+
+def _experts_by_position(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> Roles:
+    """The roles, of which an expert axis splits positions where samples do not divide: of one long sequence, say."""
+    parts, _ = _extent(axes, roles, *SPLIT_BATCH)
+    if EXPERT not in roles or all(f.size % parts == 0 for f in batch_factors(program, dims) or [Factor("", 1)]):
+        return roles
+    other = tuple(BY_POSITION if role == EXPERT else role for role in roles)
+    parts, _ = _extent(axes, other, CONTEXT, BY_POSITION, SEQUENCE)
+    found = sequence_factors(program, dims)
+    return other if found and all(f.size % parts == 0 for f in found) else roles
 
 
 def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> RoleFactors:
@@ -187,7 +188,10 @@ def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
     batch = batch_factors(program, dims)
     parts, along = _extent(axes, roles, *SPLIT_BATCH)
     if parts > 1 and not batch:
-        raise InfeasibleError(f"no tensor of the batch has a dim to split along {along}")
+        raise InfeasibleError(
+            f"no tensor of the batch has a dim of samples to split along {along} (one sample has none); take a batch "
+            f"of a multiple of {parts}, or role 'context', which splits the sequence, or 'tensor'"
+        )
     uneven = [f.size for f in batch if f.size % parts]
     if uneven:
         raise InfeasibleError(
@@ -219,12 +223,12 @@ def _sequence(program: Program, dims: Dims, axes: Mapping[str, int], roles: Role
     Raises:
         InfeasibleError: there are none, or axes do not divide them.
     """
-    if not {SEQUENCE, CONTEXT} & set(roles):
+    if not {SEQUENCE, CONTEXT, BY_POSITION} & set(roles):
         return []
     found, kind = sequence_factors(program, dims), "positions"
     if not found and SEQUENCE not in roles:
         found, kind = rows_of_images(program, dims), "rows"
-    parts, along = _extent(axes, roles, SEQUENCE, CONTEXT)
+    parts, along = _extent(axes, roles, SEQUENCE, CONTEXT, BY_POSITION)
     other = "role 'tensor'" if SEQUENCE in roles else "role 'shard'"
     chosen = ids(found)
     lengths = {n: dim for n, t in input_types(program, dims, "batch").items() for dim in t.dims if chosen & ids(dim)}
@@ -262,9 +266,9 @@ def _experts(
     Raises:
         InfeasibleError: there are none, or axes do not divide them.
     """
-    if EXPERT not in roles:
+    if not {EXPERT, BY_POSITION} & set(roles):
         return [], frozenset()
-    parts, along = _extent(axes, roles, EXPERT)
+    parts, along = _extent(axes, roles, EXPERT, BY_POSITION)
     found, weights = list[Factor](), frozenset[str]()
     for node, operator in dims.operators.items():
         for strategy in strategies(operator) if operator.rule.counts else ():
@@ -313,14 +317,15 @@ def _allowed(
     whole = frozenset(s.name for s in every if not s.splits)
     if role is None:
         return None
-    tokens = along(factors.batch) if role == EXPERT else frozenset()
+    is_expert = role in (EXPERT, BY_POSITION)
+    tokens = along(factors.sequence if role == BY_POSITION else factors.batch) if is_expert else frozenset()
     if owned := frozenset(s.name for s in every if s.name[-1] == BY_EXPERT[ByExpert] and s.name[:-1] in tokens):
         # Products are where the weights are; what is beside them may be on either side of an exchange.
         return owned if dims.operators[node].rule.counts else owned | tokens
-    if role == EXPERT and factors.weights and (experts := along(factors.experts)):
+    if is_expert and factors.weights and (experts := along(factors.experts)):
         # Whether tokens are gathered before what makes rows of them, or rows are sent, is a matter of sizes.
         return experts if id(shared_factor(node, program, dims)) in factors.experts else experts | tokens
-    if role == CONTEXT:
+    if role in (CONTEXT, BY_POSITION):
         positions = along(factors.sequence)
         # Keys stay whole on the axis where queries are split, or heads are split for as long.
         if any(id(f) in factors.sequence for f in blocked_factors(node, program, dims)):
@@ -339,8 +344,9 @@ def _allowed(
 
 def _batch_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], factors: RoleFactors) -> Layout:
     rows = bool(type_.dims) and bool(ids(type_.dims[0][:1]) & factors.batch)
-    along = (Split(d, j) for d, j in type_.positions if CONTEXT in roles and id(type_.dims[d][j]) in factors.sequence)
-    of_role = dict.fromkeys(SPLIT_BATCH, Split(0, 0) if rows else Replicate()) | {CONTEXT: next(along, Replicate())}
+    positions = (Split(d, j) for d, j in type_.positions if id(type_.dims[d][j]) in factors.sequence)
+    of_role = dict.fromkeys(SPLIT_BATCH, Split(0, 0) if rows else Replicate())
+    of_role |= dict.fromkeys((CONTEXT, BY_POSITION), next(positions, Replicate()))
     return tuple(of_role.get(str(role), Replicate()) for role in roles)
 
 
@@ -350,7 +356,8 @@ def _parameter_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], f
     def first(wanted: Ids) -> Placement:
         return next((Split(d, j) for d, j in type_.positions if id(type_.dims[d][j]) in wanted), Replicate())
 
-    of_role = {TENSOR: first(factors.tensor), SEQUENCE: first(factors.tensor), EXPERT: first(factors.experts)}
+    of_role = {TENSOR: first(factors.tensor), SEQUENCE: first(factors.tensor)}
+    of_role |= dict.fromkeys((EXPERT, BY_POSITION), first(factors.experts))
 
     def suits(layout: Layout) -> bool:
         """Axes without a role are left to the search, which splits what this leaves of the dims."""

@@ -187,3 +187,102 @@ class OwnAdam:
             moved = momentum / (1 - first**step) / (variance.sqrt() + group["eps"])
             with torch.no_grad():
                 parameter.sub_(group["lr"] * moved)
+
+
+def zero_one(
+    model: nn.Module,
+    batches: Callable[[int, int], Mapping[str, torch.Tensor]],
+    workers: int,
+    steps: int,
+    given: Mapping[str, Any],
+    lr: Callable[[int], float],
+    decay: float = 0.0,
+    decoupled: float = 0.0,
+    shards: Shards = one,
+) -> list[list[State]]:
+    """0/1 Adam: parameters of each worker after each step, ``[step][worker]``.
+
+    Args:
+        model: with the values at the start.
+        batches: of a step and a worker, both counted from 0.
+        workers: how many.
+        steps: to make.
+        given: ``freeze``, and ``doubling``, ``local``, ``longest``, which must be said.
+        lr: of a step.
+        decay: Adam's weight decay.
+        decoupled: AdamW's.
+        shards: of a parameter.
+    """
+    models = [copy.deepcopy(model) for _ in range(workers)]
+    named = [dict(m.named_parameters()) for m in models]
+    freeze, first, second, eps = given["freeze"], 0.9, 0.999, 1e-8
+    updates, at = set(), 1
+    for k in range(1, steps + 1):  # the paper's: the distance to the next is 2^floor(k / doubling)
+        updates.add(at)
+        at += 2 ** (k // given["doubling"])
+    shapes = {n: p.shape for n, p in named[0].items()}
+    m = [{n: np.zeros(s) for n, s in shapes.items()} for _ in range(workers)]
+    u = [{n: np.zeros(s) for n, s in shapes.items()} for _ in range(workers)]
+    v = {n: np.zeros(s) for n, s in shapes.items()}
+    signs: dict[tuple[str, int], OneBit] = {}
+
+    def exchanged(n: str, of_all: list[Array]) -> Array:
+        result = np.zeros_like(of_all[0])
+        for i, part in enumerate(zip(*(shards(n, own) for own in of_all), strict=True)):
+            if part[0].size:
+                own = signs.setdefault((n, i), OneBit(n, part[0].shape, workers))
+                shards(n, result)[i][...] = own(list(part))
+        return result
+
+    x = {n: p.detach().numpy().copy() for n, p in named[0].items()}
+    count, rates, history = 0, 0.0, []
+    for t in range(1, steps + 1):
+        g: list[dict[str, Array]] = []
+        for w, own in enumerate(models):
+            own.zero_grad()
+            own(**batches(t - 1, w))["loss"].backward()
+            g.append({n: p.grad.numpy() + decay * p.detach().numpy() for n, p in named[w].items()})  # type: ignore[union-attr]
+        if t == freeze + 1:
+            signs.clear()
+        rate = lr(t - 1) / (1 - first**t)
+        count += t <= freeze and t in updates
+        for n in shapes:
+            if t <= freeze:
+                of_all = [own[n] for own in g]
+                mean = sum(of_all) / workers if t in updates else exchanged(n, of_all)
+                v[n] = second * v[n] + (1 - second) * mean**2 if t in updates else v[n]
+                for w in range(workers):
+                    m[w][n] = first * m[w][n] + (1 - first) * mean
+                x[n] = x[n] * (1 - lr(t - 1) * decoupled) - rate * m[0][n] / denominator(v[n], second, count, eps)
+                continue
+            x[n] = x[n] * (1 - lr(t - 1) * decoupled)
+            for w in range(workers):
+                m[w][n] = first * m[w][n] + (1 - first) * g[w][n]
+                u[w][n] = u[w][n] + rate * m[w][n]
+        rates += rate if t > freeze else 0.0
+        if t > freeze and t - freeze in exchanges_of(given, steps):
+            for n in shapes:
+                arrived = exchanged(n, [own[n] for own in u])
+                x[n] = x[n] - arrived / denominator(v[n], second, count, eps)
+                for w in range(workers):
+                    m[w][n], u[w][n] = arrived / rates, np.zeros_like(arrived)
+            rates = 0.0
+        for w in range(workers):
+            for n, p in named[w].items():
+                moved = u[w][n] / denominator(v[n], second, count, eps)
+                p.data.copy_(torch.from_numpy(x[n] - moved))
+        history.append([{n: p.detach().clone() for n, p in own.items()} for own in named])
+    return history
+
+
+def denominator(v: Array, beta: float, count: int, eps: float) -> Array:
+    return np.sqrt(v / (1 - beta**count)) + eps
+
+
+def exchanges_of(given: Mapping[str, Any], steps: int) -> set[int]:
+    """Steps after the freeze, from 1 on, that end with an exchange: windows of ``local`` steps end with one."""
+    found: set[int] = set()
+    for window in range(steps):
+        gap = min(given["longest"], 2**window)
+        found |= {window * given["local"] + i for i in {*range(gap, given["local"] + 1, gap), given["local"]}}
+    return found

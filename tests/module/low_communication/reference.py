@@ -46,9 +46,11 @@ def run(
     steps: int,
     algorithm: Recurrence,
     then: Mapping[int, int] | None = None,
+    tokens: Callable[[int, int], int] | None = None,
 ) -> list[list[State]]:
     """Parameters of each worker after each step: ``[step][worker][name]``; ``batches(step, worker)`` counts from 0.
 
+    ``tokens(step, worker)`` weights each mean by what workers have trained on since the last one of that parameter.
     ``then`` has other numbers of workers from some steps on: the last ones leave, or copies of the first ones join.
     """
     models = [copy.deepcopy(model) for _ in range(workers)]
@@ -57,6 +59,7 @@ def run(
     outer: dict[str, torch.optim.Optimizer] = {}
     waiting: dict[str, tuple[int, torch.Tensor]] = {}
     history: list[list[State]] = []
+    begun: dict[str, int] = {}
     for step in range(steps):
         if step in (then or {}):
             workers = (then or {})[step]
@@ -85,7 +88,11 @@ def run(
             due = next(at for names, at in algorithm.sends.items() if name.startswith(names))
             if apart >= due and (apart - due) % algorithm.period == 0:
                 differences = [shared[name].detach() - n[name].detach() for n in named]
-                waiting[name] = (apart + algorithm.delay, sum(differences) / workers)  # type: ignore[assignment]
+                since = range(begun.get(name, 0), step + 1)
+                weights = [sum(tokens(s, w) for s in since) if tokens else 1 for w in range(workers)]
+                begun[name] = step + 1
+                mean = sum(w * d for w, d in zip(weights, differences, strict=True)) / sum(weights)
+                waiting[name] = (apart + algorithm.delay, mean)  # type: ignore[assignment]
             if name in waiting and waiting[name][0] == apart:
                 shared[name].grad = waiting.pop(name)[1]
                 outer[name].step()

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.errors import RankError
 from autopar.module.low_communication.emulate import EmulatedWorkers
+from autopar.module.low_communication.tokens import weight_of
 from tests.distributed.models import mlp, mlp_batch
 from tests.module.low_communication.cases import CASES, OPTIMIZERS
 from tests.module.low_communication.reference import largest_difference, run
@@ -40,6 +42,36 @@ def test_equals_the_reference(case: str, optimizer: str) -> None:
             assert largest_difference(now, expected[step][worker]) < 1e-12
         apart = max(apart, largest_difference(dict(models[0].named_parameters()), expected[step][1]))
     assert apart > 1e-3  # workers do train apart
+
+
+def tokens(step: int, worker: int) -> int:
+    return 1 + (3 * step + 5 * worker) % 7
+
+
+@pytest.mark.parametrize("case", ["DiLoCo", "streaming, long delay"])
+def test_workers_count_by_their_tokens(case: str) -> None:
+    given, algorithm = CASES[case]
+    expected = run(mlp(), OPTIMIZERS["AdamW"], batches, WORKERS, STEPS, algorithm, tokens=tokens)
+    plain = run(mlp(), OPTIMIZERS["AdamW"], batches, WORKERS, STEPS, algorithm)
+    models = [mlp() for _ in range(WORKERS)]
+    inner = [OPTIMIZERS["AdamW"](m) for m in models]
+    emulated = EmulatedWorkers(models, **given, weighted=True)
+    for step in range(STEPS):
+        for worker, (model, own) in enumerate(zip(models, inner, strict=True)):
+            model.zero_grad()
+            model(**batches(step, worker))["loss"].backward()
+            own.step()
+        emulated.step([tokens(step, worker) for worker in range(WORKERS)])
+        for worker, model in enumerate(models):
+            now = {n: p.detach() for n, p in model.named_parameters()}
+            assert largest_difference(now, expected[step][worker]) < 1e-12
+    assert largest_difference(now, plain[-1][-1]) > 1e-4
+    with pytest.raises(RankError, match=r"worker 0 \(rank 0\) has counted no tokens since the last exchange"):
+        for _ in range(8):
+            emulated.step()
+    with pytest.raises(RankError, match=r"ranks of worker 0 have counted 3 and 4 tokens, the latter on rank 1"):
+        weight_of(0, [(0, 3), (0, 4), (1, 3), (1, 3)])
+    assert weight_of(0, [(0, 0), (1, 0)], idle=True) == 1.0 and weight_of(0, [(0, 0), (1, 4)], idle=True) == 0.0
 
 
 def test_quantized_exchanges_move_as_the_exact_ones_within_the_bound() -> None:

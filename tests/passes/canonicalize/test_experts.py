@@ -335,6 +335,21 @@ def test_capacity(capacity: int, options: dict[str, Any]) -> None:
         assert str(found.parameters["up"][1]) == "S(0.0)"
 
 
+@pytest.mark.parametrize("skew", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_one_sequence_is_split_by_position(skew: bool) -> None:
+    """One sample has nothing else to split outside of the experts; ``skew``: all tokens have the same two experts."""
+    model, given = Layer(scattered).double(), (batch(1)[0].double(),)
+    if skew:
+        model.gate.register_forward_hook(lambda gate, x, scores: scores + torch.tensor([30.0, 20.0, 0.0, 0.0]))
+    search = Search(roles={"a": "context", "b": "expert"}, cache=False)
+    found = plan(model, given, cluster="h100", axes=AXES, search=search)
+    assert verify(model, given, AXES, plan=found).max_error < 1e-12
+    assert [str(p) for p in found.batch["0"]] == ["S(1.0)"] * 2
+    assert str(found.parameters["up"][1]) == "S(0.0)" and found.predicted.collectives["b"]["all_to_all"] >= 3
+    with pytest.raises(InfeasibleError, match=r"no tensor of the batch .* or role 'context', which splits the seq"):
+        plan(model, given, cluster="h100", axes=AXES, search=Search(recipe="fsdp"))
+
+
 def test_experts_that_cannot_be_split() -> None:
     with pytest.raises(InfeasibleError, match=r"4 experts do not divide along axis a=8"):
         plan(Layer(scattered), batch(8), cluster="h100", axes={"a": 8}, search=Search(recipe="expert"))

@@ -65,6 +65,20 @@ class Slots(Experts):
         return (torch.einsum("egm,gse->gsm", self.made(slots), scores.softmax(2)) + self.shared(x)).square().mean()
 
 
+class Gates(nn.Module):
+    """Blocks of channels, each with a matrix of its own (RecurrentGemma)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.rates = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Parameter(torch.rand(4 * HIDDEN))
+        self.blocks = nn.Parameter(torch.rand(4, HIDDEN, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wide(x) * self.rates
+        blocks = torch.bmm(x.flatten(0, 1).unflatten(1, (4, -1)).transpose(0, 1), self.blocks)
+        return (blocks.transpose(0, 1).reshape(x.shape) * self.rates).square().mean()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": Dense, "choice": Choice, "slots": Slots, "capacity": lambda: Capped(2),
 }  # fmt: skip
@@ -99,3 +113,5 @@ def test_experts_are_split_and_their_router_is_not(name: str, axes: dict[str, in
 def test_batched_experts_that_cannot_be_split() -> None:
     with pytest.raises(InfeasibleError, match=r"4 experts do not divide along axis a=8; take a smaller axis"):
         plan(Dense().double(), batch(), cluster="h100", axes={"a": 8}, search=Search(recipe="expert"))
+    with pytest.raises(InfeasibleError, match=r"no experts to split along axis a=2"):
+        plan(Gates().double(), batch(), cluster="h100", axes={"a": 2}, search=Search(recipe="expert"))

@@ -73,6 +73,12 @@ def _order(combine: Combine, kind: Any) -> int | None:
     return None
 
 
+def scanned(factors: Tensor, terms: Tensor, dim: int) -> Tensor:
+    """``y[i] = factors[i] y[i - 1] + terms[i]``, with its gradients."""
+    y: Tensor = _Scan.apply(factors, terms, dim, False)  # type: ignore[no-untyped-call]
+    return y
+
+
 class _Scan(torch.autograd.Function):
     """Its gradient is the recurrence from the other end."""
 

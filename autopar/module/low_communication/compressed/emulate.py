@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.module.low_communication.compressed.collectives import in_lock_step
 from autopar.module.low_communication.compressed.frozen_adam import require_plain_adam
-from autopar.module.low_communication.compressed.settings import ONEBIT, Compression
+from autopar.module.low_communication.compressed.settings import ONEBIT, ZEROONE, Compression
 from autopar.module.low_communication.compressed.step import (
     WorkerStep,
     first_infinite,
@@ -49,8 +49,8 @@ class EmulatedCompression:
             if own.keys() != first.keys() or any(not torch.equal(own[n], first[n]) for n in own):
                 raise ValueError(f"worker {i} does not begin at the parameters of worker 0; copy the model")
         for optimizer in optimizers:
-            if self.settings.method == ONEBIT:
-                require_plain_adam(optimizer)
+            if self.settings.method in (ONEBIT, ZEROONE):
+                require_plain_adam(optimizer, self.settings.method)
         self._optimizers = optimizers
         count = len(models)
         self.workers = [WorkerStep(own, self.settings, i, count) for i, own in enumerate(self._parameters)]

@@ -6,7 +6,9 @@ For a parameter x with the gradient g of one worker, at step t, T being the last
     m = what comes of exchanging u, see `autopar.module.low_communication.compressed.signs`: the same on all workers
     x = x - lr * (m / (1 - beta1^t)) / (sqrt(v_T / (1 - beta2^T)) + eps)
 
-That is `torch.optim.Adam` with v_T in place of v_t: state is in the optimizer, as Adam has it.
+That is `torch.optim.Adam` with v_T in place of v_t: state is in the optimizer, as Adam has it. Of a `torch.optim.AdamW`
+g has no weight decay, and x is multiplied by ``1 - lr * weight_decay`` first. A number whose v_T is 0 has had no
+gradient so far: what arrives as a sign, over eps alone, would throw it far away, so it stays, and is in no scale.
 """
 
 from __future__ import annotations
@@ -17,24 +19,32 @@ from typing import Any
 import torch
 
 from autopar.errors import AutoparError
+from autopar.module.low_communication.compressed.settings import ONEBIT
 from autopar.runtime.dtensor import to_local
 
 
-def require_plain_adam(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what is not Adam as it is.
+def require_plain_adam(optimizer: torch.optim.Optimizer, method: str = ONEBIT) -> None:
+    """Refuse what is not Adam or AdamW as it is.
 
     Raises:
         ValueError: names the class or the option.
     """
-    if type(optimizer) is not torch.optim.Adam:
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ValueError(
-            f"method='onebit' is 1-bit Adam, and makes Adam's update itself: optimizer= is {type(optimizer).__name__}; "
-            "give it torch.optim.Adam, or use method='powersgd' or 'topk'"
+            f"method={method!r} makes Adam's update itself: optimizer= is {type(optimizer).__name__}; give it "
+            "torch.optim.Adam or AdamW, or use method='powersgd' or 'topk'"
         )
     for group in optimizer.param_groups:
-        for option in ("amsgrad", "maximize", "decoupled_weight_decay", "differentiable"):
+        for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option):
-                raise ValueError(f"method='onebit' is plain Adam: optimizer= has {option}=True; leave that out")
+                raise ValueError(f"method={method!r} is plain Adam: optimizer= has {option}=True; leave that out")
+
+
+def decay_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[float, float]:
+    """The weight decay that is added to gradients, as Adam's is, and the one that is not, as AdamW's."""
+    decay = float(group["weight_decay"])
+    apart = isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+    return (0.0, decay) if apart else (decay, 0.0)
 
 
 def momenta(
@@ -55,15 +65,20 @@ def momenta(
                 f"parameter {name!r} had no gradient in the first steps, and has no variance that could be frozen: "
                 "raise freeze=, or freeze the parameter"
             )
-        if group["weight_decay"]:
-            gradient = gradient + group["weight_decay"] * to_local(parameter).detach().to(gradient)
+        if decay := decay_of(optimizer, group)[0]:
+            gradient = gradient + decay * to_local(parameter).detach().to(gradient)
         found[name] = torch.lerp(to_local(state["exp_avg"]).to(gradient), gradient, 1 - float(group["betas"][0]))
     return found
 
 
 @torch.no_grad()
 def update(
-    parameter: torch.Tensor, momentum: torch.Tensor | None, state: dict[str, Any], group: Mapping[str, Any], frozen: int
+    parameter: torch.Tensor,
+    momentum: torch.Tensor | None,
+    state: dict[str, Any],
+    group: Mapping[str, Any],
+    frozen: int,
+    decay: float,
 ) -> None:
     """A parameter's step.
 
@@ -73,16 +88,30 @@ def update(
         state: of the parameter.
         group: of the parameter.
         frozen: T.
+        decay: AdamW's.
     """
     state["step"] += 1
     if momentum is None:
         return
     (beta1, beta2), step = map(float, group["betas"]), float(state["step"])
     to_local(state["exp_avg"]).copy_(momentum)
-    variance = to_local(state["exp_avg_sq"]).to(momentum)
-    scale = (variance.sqrt() / (1 - beta2**frozen) ** 0.5).add_(float(group["eps"]))
-    own = to_local(parameter)
-    own.copy_(own.to(momentum) - float(group["lr"]) / (1 - beta1**step) * momentum / scale)
+    own, lr = to_local(parameter), float(group["lr"])
+    before = own.to(momentum) * (1 - lr * decay) if decay else own.to(momentum)
+    own.copy_(before - lr / (1 - beta1**step) * momentum / denominator(state, momentum, beta2, frozen, group))
+
+
+def denominator(
+    state: Mapping[str, Any], like: torch.Tensor, beta2: float, count: int, group: Mapping[str, Any]
+) -> torch.Tensor:
+    """``sqrt(v / (1 - beta2^count)) + eps``, v being of so many updates, in the dtype of ``like``."""
+    variance: torch.Tensor = to_local(state["exp_avg_sq"]).to(like)
+    found: torch.Tensor = variance.sqrt() / (1 - beta2 ** max(1, count)) ** 0.5
+    return found.add_(float(group["eps"]))
+
+
+def without_variance(state: Mapping[str, Any]) -> torch.Tensor:
+    """Which numbers of this rank's shard have had no gradient."""
+    return to_local(state["exp_avg_sq"]).eq(0)
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:

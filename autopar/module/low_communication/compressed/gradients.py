@@ -14,20 +14,21 @@ from autopar.module.low_communication.compressed.collectives import over_group
 from autopar.module.low_communication.compressed.emulate import require_several
 from autopar.module.low_communication.compressed.frozen_adam import require_plain_adam
 from autopar.module.low_communication.compressed.saved import load_saved_state, require_layouts, saved_state
-from autopar.module.low_communication.compressed.settings import ONEBIT, Compression
+from autopar.module.low_communication.compressed.settings import ONEBIT, ZEROONE, Compression
 from autopar.module.low_communication.compressed.step import (
     WorkerStep,
     first_infinite,
     require_compressible,
     require_finite,
 )
+from autopar.module.low_communication.compressed.zero_one import ZeroOne
 from autopar.module.low_communication.worker_exchange import WorkerExchange
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.state.parameters import checksum
 
 
 class CompressedGradients(WorkerExchange):
-    """PowerSGD, top-k or 1-bit Adam, at the beginning of an optimizer's steps.
+    """PowerSGD, top-k, 1-bit Adam or 0/1 Adam, at the beginning of an optimizer's steps.
 
     Each worker computes gradients of its part of the batch. Before the optimizer's step they are exchanged across the
     axis in compressed form, and what comes of that takes their place: the same on all workers, which so keep the same
@@ -59,6 +60,9 @@ class CompressedGradients(WorkerExchange):
         freeze: int | None = None,
         start: int = 0,
         seed: int = 0,
+        doubling: int | None = None,
+        local: int | None = None,
+        longest: int | None = None,
     ) -> None:
         """Have gradients exchanged before the optimizer's steps; every rank does.
 
@@ -68,31 +72,37 @@ class CompressedGradients(WorkerExchange):
 
         Args:
             model: what `autopar.parallelize` returned, on a mesh with an axis of the role ``compressed``.
-            optimizer: of all parameters that are trained; for ``"onebit"`` a `torch.optim.Adam`, whose update is made
-                here once variances are frozen.
+            optimizer: of all parameters that are trained; for ``"onebit"`` and ``"zeroone"`` a `torch.optim.Adam` or
+                `AdamW`, whose update is made here once variances are frozen, and of ``"zeroone"`` always.
             method: ``"powersgd"``: matrices as two thin factors, see `...compressed.low_rank`;
                 ``"topk"``: the largest numbers, see `...compressed.largest`; ``"onebit"``: signs of Adam's momentum,
-                see `...compressed.frozen_adam`.
+                see `...compressed.frozen_adam`; ``"zeroone"``: the same, exchanged in some steps only, see
+                `...compressed.zero_one`.
             rank: of ``"powersgd"``: columns of the factors. Vectors, and matrices that these do not make smaller, are
                 averaged as they are.
             share: of ``"topk"``: the part of each tensor's numbers that is sent, above 0 and at most 1.
-            freeze: of ``"onebit"``: steps of plain Adam with averaged gradients, at least 1.
+            freeze: of ``"onebit"``: steps of plain Adam with averaged gradients, at least 1; of ``"zeroone"``: steps in
+                which variances may be updated.
             start: of ``"powersgd"`` and ``"topk"``: steps at the beginning with averaged gradients.
             seed: of the first guess of ``"powersgd"``.
+            doubling: of ``"zeroone"``: updates of variances after which the distance between two doubles; default: 16.
+            local: of ``"zeroone"``: steps after ``freeze`` after which the distance between exchanges doubles; default:
+                there is one in each step.
+            longest: of ``"zeroone"``: the longest such distance; default: 16.
 
         Raises:
             ValueError: an argument is wrong, the mesh has no workers or one, the optimizer lacks a trained parameter
-                or, for ``"onebit"``, is no `torch.optim.Adam`.
+                or, for ``"onebit"`` and ``"zeroone"``, is no `torch.optim.Adam` or `AdamW`.
             AutoparError: a parameter is float16.
         """
         super().__init__(model, optimizer)
-        self.settings = Compression(method, rank, share, freeze, start, seed)
+        self.settings = Compression(method, rank, share, freeze, start, seed, doubling, local, longest)
         require_several(self._workers.count)
-        if method == ONEBIT:
-            require_plain_adam(optimizer)
+        if method in (ONEBIT, ZEROONE):
+            require_plain_adam(optimizer, method)
         require_compressible(self._parameters())
         self._step: WorkerStep | None = None
-        self._compared = False
+        self._compared = self._left_out = False
         self._attach(self._before, self._after)
 
     @property
@@ -111,9 +121,27 @@ class CompressedGradients(WorkerExchange):
         step, plan, settings = self._made(), self.model.plan, self.settings
         shapes = [tuple(t.shape) for t in self._tensors().values() if t.numel()]
         workers = self._workers.count
-        method = "" if step.is_plain else settings.method
-        kinds = compressed_collectives(method, shapes, step.dtype.itemsize, workers, settings.how_much)
+        kinds = (
+            compressed_collectives(step.exchanges, shapes, step.dtype.itemsize, workers, settings.how_much)
+            if step.exchanges is not None
+            else []
+        )
         return exchange_cost(kinds, workers, plan.cluster.link_for(dict(plan.workers) | dict(plan.axes))[0])
+
+    def synchronize(self) -> None:
+        """Exchange what ``"zeroone"`` has not yet, so that all workers have the same parameters; every rank calls it.
+
+        For the end of training, and for evaluation. With other methods they always have the same.
+        """
+        step = self._begun()
+        if not isinstance(step.method, ZeroOne) or step.steps <= step.method.schedule.freeze:
+            return
+        what = f"synchronize() of {self.what} of {self.model._autopar.name}"
+        self._workers.everyone.meet(what, (("steps", str(step.steps)),))
+        with self._workers.everyone.during(what), torch.no_grad():
+            exchange = step.method.exchange_moved(self._parameters(), self.optimizer)
+            _, sent = over_group(exchange, self._workers.group)
+        self.bytes_sent += sent
 
     def _begun(self) -> WorkerStep:
         """The state, made and compared when it is first wanted; every rank comes here at the same time."""
@@ -141,7 +169,8 @@ class CompressedGradients(WorkerExchange):
         tensors = self._tensors()
         layouts = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
         digest = hashlib.sha256(repr(layouts).encode()).hexdigest()[:16]
-        own = ("settings", str(self.settings)), ("the parameters' layouts", digest), ("parameters", checksum(tensors))
+        values = checksum(self._made().agreed(tensors))
+        own = ("settings", str(self.settings)), ("the parameters' layouts", digest), ("parameters", values)
         self._require_same_at_a_place(own, what)
         self._compared = True
 
@@ -151,6 +180,9 @@ class CompressedGradients(WorkerExchange):
         step, parameters = self._begun(), self._parameters()
         what = f"step {step.steps + 1} of {self.model._autopar.name}"
         gradients, notes = self._gradients(what, first_infinite, (("options of the optimizer", self._options()),))
+        self._left_out = self._leaves_out(notes)
+        if self._left_out:
+            return
         require_finite(notes, what)
         with self._workers.everyone.during(f"{what}: compressed gradients"), torch.no_grad():
             _, sent = over_group(step.before(parameters, gradients, self.optimizer), self._workers.group)
@@ -158,7 +190,8 @@ class CompressedGradients(WorkerExchange):
 
     def _after(self) -> None:
         """After an optimizer's step."""
-        self._begun().after()
+        if not self._left_out:
+            self._begun().after()
 
     def _options(self) -> str:
         """Learning rates and the like, which a scheduler may have made different on each worker."""

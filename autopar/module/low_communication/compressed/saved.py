@@ -23,6 +23,7 @@ from autopar.module.low_communication.compressed.collectives import (
 )
 from autopar.module.low_communication.compressed.low_rank import LowRank
 from autopar.module.low_communication.compressed.signs import Signs, pieces, whole
+from autopar.module.low_communication.compressed.zero_one import ZeroOne
 from autopar.module.low_communication.saved_state import in_shards, own_shard
 from autopar.runtime.dtensor import to_local
 from autopar.runtime.state.stage_tensor import StageTensor
@@ -30,7 +31,7 @@ from autopar.runtime.state.stage_tensor import StageTensor
 if TYPE_CHECKING:
     from autopar.module.low_communication.compressed.gradients import CompressedGradients
 
-ERROR, SERVED, FACTORS = "error", "served", "factors"
+ERROR, SERVED, FACTORS, ANCHOR, MOVED = "error", "served", "factors", "anchor", "moved"
 
 
 def saved_state(compressed: CompressedGradients) -> dict[str, Any]:
@@ -41,6 +42,8 @@ def saved_state(compressed: CompressedGradients) -> dict[str, Any]:
     if isinstance(step.method, Signs):
         with compressed._workers.everyone.during("gathering the errors of servers"):
             given[SERVED], _ = over_group(_served(compressed, step.method), compressed._workers.group)
+    if isinstance(step.method, ZeroOne):
+        given |= {ANCHOR: step.method.anchors, MOVED: step.method.moved}
     for kind, own in given.items():
         # Of all, empty or not: ranks of a worker save the same names.
         for name, parameter in compressed._tensors().items():
@@ -51,7 +54,13 @@ def saved_state(compressed: CompressedGradients) -> dict[str, Any]:
     return {
         "settings": str(compressed.settings), "steps": step.steps, "frozen": dict(step.frozen),
         "layouts": layouts(compressed), "workers": compressed._workers.count, "tensors": tensors,
+        **_counted(step.method),
     }  # fmt: skip
+
+
+def _counted(method: Any) -> dict[str, Any]:
+    """Of ``zeroone``; of all parameters, since a rank does not see those of other stages."""
+    return {"updates": dict(method.updates), "rates": dict(method.rates)} if isinstance(method, ZeroOne) else {}
 
 
 def _served(compressed: CompressedGradients, method: Signs) -> Exchange[dict[str, torch.Tensor]]:
@@ -121,6 +130,8 @@ def load_saved_state(compressed: CompressedGradients, state: Mapping[str, Any]) 
                 step.method.errors[name].copy_(local)
             elif isinstance(step.method, Signs):
                 step.method.served[name].copy_(pieces(local, workers)[index])
+    if isinstance(step.method, ZeroOne):
+        _load_zero_one(compressed, step.method, state)
     if isinstance(step.method, LowRank):
         flat, shapes = to_local(tensors[FACTORS])[0], {n: f.shape for n, f in step.method.factors.items()}
         known = flat[: sum(shape.numel() for shape in shapes.values())].clone()
@@ -128,3 +139,11 @@ def load_saved_state(compressed: CompressedGradients, state: Mapping[str, Any]) 
     step.steps, step.frozen = state["steps"], dict(state["frozen"])
     compressed._step = step
     compressed.require_same_parameters("loading")
+
+
+def _load_zero_one(compressed: CompressedGradients, method: ZeroOne, state: Mapping[str, Any]) -> None:
+    method.updates, method.rates = dict(state["updates"]), dict(state["rates"])
+    for name in method.errors.keys() & method.rates.keys():
+        for kind, own in ((ANCHOR, method.anchors), (MOVED, method.moved)):
+            saved = own_shard(compressed.model, name, state["tensors"][f"{kind}.{name}"])
+            own[name] = saved.to(method.errors[name], copy=True)

@@ -7,9 +7,13 @@ from typing import Any
 
 from autopar.costs.arguments import number, one_of, optional, require, whole
 
-POWERSGD, TOPK, ONEBIT = METHODS = ("powersgd", "topk", "onebit")
+POWERSGD, TOPK, ONEBIT, ZEROONE = METHODS = ("powersgd", "topk", "onebit", "zeroone")
 
-_TAKES = {"rank": POWERSGD, "share": TOPK, "freeze": ONEBIT}
+_MUST = {"rank": (POWERSGD,), "share": (TOPK,), "freeze": (ONEBIT, ZEROONE)}
+_MAY = {"doubling": (ZEROONE,), "local": (ZEROONE,), "longest": (ZEROONE,)}
+
+DOUBLING, LONGEST = 16, 16
+"""Those of the paper's experiments, and DeepSpeed's."""
 
 
 def _share(value: Any) -> str | None:
@@ -22,10 +26,14 @@ class Compression:
     """Of one run; the same on every rank.
 
     Attributes:
-        method: ``"powersgd"``, ``"topk"`` or ``"onebit"``.
+        method: ``"powersgd"``, ``"topk"``, ``"onebit"`` or ``"zeroone"``.
         rank: of ``"powersgd"``: columns of the two factors that are sent of a matrix.
         share: of ``"topk"``: the part of each tensor's numbers that is sent.
-        freeze: of ``"onebit"``: steps of plain Adam, after which variances stay as they are.
+        freeze: of ``"onebit"``: steps of plain Adam, after which variances stay as they are; of ``"zeroone"``: steps
+            after which they do, though not all of these change them.
+        doubling: of ``"zeroone"``: updates of variances after which the distance between two doubles; None: 16.
+        local: of it: steps after ``freeze`` after which the distance between exchanges doubles; None: one in each step.
+        longest: of it: the longest such distance; None: 16.
         start: steps at the beginning in which gradients are averaged as they are; ``"onebit"`` has ``freeze``.
         seed: of the first guess of ``"powersgd"``.
     """
@@ -36,6 +44,9 @@ class Compression:
     freeze: int | None = None
     start: int = 0
     seed: int = 0
+    doubling: int | None = None
+    local: int | None = None
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is out of range, or of another method."""
@@ -46,20 +57,26 @@ class Compression:
             freeze=(self.freeze, optional(whole(1))),
             start=(self.start, whole(0)),
             seed=(self.seed, whole(0)),
+            doubling=(self.doubling, optional(whole(1))),
+            local=(self.local, optional(whole(1))),
+            longest=(self.longest, optional(whole(1))),
         )
-        for name, method in _TAKES.items():
+        for name, methods in {**_MUST, **_MAY}.items():
             given = getattr(self, name)
-            if given is None and method == self.method:
-                raise ValueError(f"method={method!r} must have {name}=: give {name}=, it has no default")
-            if given is not None and method != self.method:
-                raise ValueError(f"{name}={given} is for method={method!r}; leave it out, or use that method")
-        if self.method == ONEBIT and self.start:
-            raise ValueError(f"start={self.start}: method='onebit' is plain Adam for freeze= steps; give that alone")
+            if given is None and name in _MUST and self.method in methods:
+                raise ValueError(f"method={self.method!r} must have {name}=: give {name}=, it has no default")
+            if given is not None and self.method not in methods:
+                said = " or ".join(f"method={method!r}" for method in methods)
+                raise ValueError(f"{name}={given} is for {said}; leave it out, or use that method")
+        if self.longest is not None and self.local is None:
+            raise ValueError(f"longest={self.longest} is of distances that double: give local= too, or leave it out")
+        if self.method in (ONEBIT, ZEROONE) and self.start:
+            raise ValueError(f"start={self.start}: method={self.method!r} begins as Adam, see freeze=; give that alone")
 
     @property
     def plain_steps(self) -> int:
-        """How many steps at the beginning average gradients as they are."""
-        return self.start if self.freeze is None else self.freeze
+        """How many steps at the beginning average gradients as they are; of ``"zeroone"`` see its schedule."""
+        return self.start if self.method != ONEBIT else int(self.freeze or 0)
 
     @property
     def how_much(self) -> float:

@@ -8,6 +8,8 @@ times the signs, which is never further from x than 0 is. Each tensor has as man
     worker i:  y = mean over the workers of piece i of C(u) + f            f: this worker's error as a server
     C(y) goes to all workers;                                              f = y - C(y)
 
+Numbers that are to stay as they are (`Signs.still`) have no part in a scale, arrive as 0, and leave no error.
+
 H. Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021,
 algorithm 1; the scale is that of S. P. Karimireddy et al., "Error Feedback Fixes SignSGD", 2019.
 """
@@ -29,6 +31,7 @@ class Signs:
     Attributes:
         errors: what has not been sent, by name.
         served: the errors of this worker's piece as a server, by name; 0 behind its end.
+        still: of some tensors, which of their numbers arrive as 0: the same on all workers.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], index: int, workers: int) -> None:
@@ -41,6 +44,7 @@ class Signs:
         """
         self.errors = {n: torch.zeros_like(t) for n, t in tensors.items()}
         self.served = {n: t.new_zeros(piece_of(t.numel(), workers)) for n, t in tensors.items()}
+        self.still: dict[str, torch.Tensor] = {}
         self._index, self._workers = index, workers
 
     def exchange(self, tensors: Mapping[str, torch.Tensor]) -> Exchange[dict[str, torch.Tensor]]:
@@ -48,30 +52,30 @@ class Signs:
         if not tensors:
             return {}
         bits, scales = [], []
-        counts = {n: self._counts(t) for n, t in tensors.items()}
+        moves = {n: self._moves(n, t) for n, t in tensors.items()}
         for name, tensor in tensors.items():
-            rows = pieces(tensor + self.errors[name], self._workers)
-            packed, scale, arrives = encoded(rows, counts[name])
+            rows = torch.where(moves[name], pieces(tensor + self.errors[name], self._workers), 0.0)
+            packed, scale, arrives = encoded(rows, moves[name])
             self.errors[name] = whole(rows - arrives, tensor.shape)
             bits.append(packed)
             scales.append(scale)
         received = yield Request(SCATTER, _payload(bits, scales))
         answers, answer_scales = [], []
         for name, arrived in self._decoded(received, tensors):
-            own = counts[name][self._index : self._index + 1]
-            row = _masked(arrived.sum(0, keepdim=True) / self._workers + self.served[name], own)
+            own = moves[name][self._index : self._index + 1]
+            row = torch.where(own, arrived.sum(0, keepdim=True) / self._workers + self.served[name], 0.0)
             packed, scale, arrives = encoded(row, own)
             self.served[name] = (row - arrives)[0]
             answers.append(packed)
             answer_scales.append(scale)
         received = yield Request(GATHER, _payload(answers, answer_scales)[0])
-        return {n: whole(arrived, tensors[n].shape) for n, arrived in self._decoded(received, tensors)}
+        found = self._decoded(received, tensors)
+        return {n: whole(torch.where(moves[n], rows, 0.0), tensors[n].shape) for n, rows in found}
 
-    def _counts(self, tensor: torch.Tensor) -> torch.Tensor:
-        """How many numbers each piece has."""
-        length = piece_of(tensor.numel(), self._workers)
-        starts = torch.arange(self._workers, device=tensor.device) * length
-        return (tensor.numel() - starts).clamp(0, length)
+    def _moves(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Which numbers of each piece are of the tensor, and none of those that stay."""
+        still = self.still.get(name)
+        return pieces(torch.ones_like(tensor, dtype=torch.bool) if still is None else ~still, self._workers)
 
     def _decoded(self, received: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """Of each tensor the pieces that rows of bytes stand for, [workers, length], by name."""
@@ -84,7 +88,7 @@ class Signs:
 
 
 def pieces(tensor: torch.Tensor, workers: int) -> torch.Tensor:
-    """A row of numbers for each worker, padded with zeros."""
+    """A row of numbers for each worker, padded with zeros, or False."""
     flat = tensor.reshape(-1)
     length = piece_of(flat.numel(), workers)
     return pad(flat, (0, workers * length - flat.numel())).view(workers, length)
@@ -95,16 +99,16 @@ def whole(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return rows.reshape(-1)[: shape.numel()].view(shape)
 
 
-def encoded(rows: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def encoded(rows: torch.Tensor, moves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packed signs, scales, and the numbers that these stand for.
 
     Args:
-        rows: a piece each, zeros behind its end.
-        counts: numbers of each.
+        rows: a piece each, zeros where nothing moves.
+        moves: where something does.
     """
-    scales = rows.abs().sum(1) / counts.clamp(min=1)
+    scales = rows.abs().sum(1) / moves.sum(1).clamp(min=1)
     signs = rows >= 0
-    arrives = _masked(torch.where(signs, scales[:, None], -scales[:, None]), counts)
+    arrives = torch.where(moves, torch.where(signs, scales[:, None], -scales[:, None]), 0.0)
     bits = pad(signs.to(torch.uint8), (0, -rows.shape[1] % 8)).view(len(rows), -1, 8)
     return (bits << _SHIFTS.to(rows.device)).sum(2, dtype=torch.uint8), scales, arrives
 
@@ -117,11 +121,6 @@ def decoded(packed: torch.Tensor, scales: torch.Tensor, length: int) -> torch.Te
 
 
 _SHIFTS = torch.arange(8, dtype=torch.uint8)
-
-
-def _masked(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    inside = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
-    return torch.where(inside, rows, 0.0)
 
 
 def _payload(bits: list[torch.Tensor], scales: list[torch.Tensor]) -> torch.Tensor:

@@ -9,11 +9,19 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.module.low_communication.compressed.collectives import Exchange, averaged
-from autopar.module.low_communication.compressed.frozen_adam import groups_of, momenta, require_plain_adam, update
+from autopar.module.low_communication.compressed.frozen_adam import (
+    decay_of,
+    groups_of,
+    momenta,
+    require_plain_adam,
+    update,
+    without_variance,
+)
 from autopar.module.low_communication.compressed.largest import Largest
 from autopar.module.low_communication.compressed.low_rank import LowRank
-from autopar.module.low_communication.compressed.settings import ONEBIT, POWERSGD, TOPK, Compression
+from autopar.module.low_communication.compressed.settings import ONEBIT, POWERSGD, TOPK, ZEROONE, Compression
 from autopar.module.low_communication.compressed.signs import Signs
+from autopar.module.low_communication.compressed.zero_one import ALONE, VARIANCE, ZeroOne
 from autopar.runtime.dtensor import to_local
 
 ERROR, SERVED = "error", "served"
@@ -44,13 +52,16 @@ class WorkerStep:
         self.dtype = torch.float64 if wide else torch.float32
         self.squares = torch.zeros(()), torch.zeros(())
         like = {n: t.detach().to(self.dtype) for n, t in tensors.items() if t.numel()}
-        self.method: LowRank | Largest | Signs
+        self.method: LowRank | Largest | Signs | ZeroOne
         if settings.method == POWERSGD:
             assert settings.rank is not None
             self.method = LowRank(like, settings.rank, settings.seed)
         elif settings.method == TOPK:
             assert settings.share is not None
             self.method = Largest(like, settings.share)
+        elif settings.method == ZEROONE:
+            self.method = ZeroOne(like, settings, index, workers)
+            self.method.through = self._compressed
         else:
             self.method = Signs(like, index, workers)
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -59,6 +70,14 @@ class WorkerStep:
     def is_plain(self) -> bool:
         """Whether the next step averages gradients as they are."""
         return self.steps < self.settings.plain_steps
+
+    @property
+    def exchanges(self) -> str | None:
+        """The method by which the next step exchanges, ``""`` for whole numbers; None: it does not."""
+        if isinstance(self.method, ZeroOne):
+            kind = self.method.schedule.kind(self.steps + 1)
+            return {VARIANCE: "", ALONE: None}.get(kind, ONEBIT)
+        return "" if self.is_plain else self.settings.method
 
     @property
     def error(self) -> float:
@@ -74,7 +93,8 @@ class WorkerStep:
     ) -> Exchange[None]:
         """Before the optimizer's step: exchange, and put what comes of it in place of the gradients.
 
-        With ``onebit``, once variances are frozen, parameters make their step here, and the optimizer sees no gradient.
+        With ``onebit``, once variances are frozen, and with ``zeroone`` always, parameters make their step here, and
+        the optimizer sees no gradient.
 
         Args:
             parameters: of the optimizer, by name.
@@ -82,8 +102,14 @@ class WorkerStep:
             optimizer: of the parameters.
         """
         wanted = {n: g.to(self.dtype) for n, g in gradients.items()}
+        if isinstance(self.method, ZeroOne):
+            require_plain_adam(optimizer, ZEROONE)
+            yield from self.method.step(self.steps + 1, parameters, wanted, optimizer)
+            self._hide(parameters)
+            return
         if self.settings.method == ONEBIT and not self.is_plain:
             yield from self._frozen_step(parameters, wanted, optimizer)
+            self._hide(parameters)
             return
         found = yield from (averaged(wanted) if self.is_plain else self._compressed(wanted))
         for name, mean in found.items():
@@ -95,6 +121,17 @@ class WorkerStep:
             parameter.grad = gradient
         self._hidden = []
         self.steps += 1
+
+    def _hide(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        # Adam makes no step where there is no gradient.
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def agreed(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """What all workers have in common: these shards of parameters, or what they were at the last exchange."""
+        return self.method.anchors if isinstance(self.method, ZeroOne) and self.method.anchors else tensors
 
     def _compressed(self, tensors: dict[str, torch.Tensor]) -> Exchange[dict[str, torch.Tensor]]:
         errors = self.method.errors
@@ -111,16 +148,17 @@ class WorkerStep:
     ) -> Exchange[None]:
         require_plain_adam(optimizer)
         own, groups = momenta(parameters, gradients, optimizer), groups_of(optimizer)
+        assert isinstance(self.method, Signs)
+        for name in own.keys() - self.method.still.keys():
+            self.method.still[name] = without_variance(optimizer.state[parameters[name]])
         found = yield from self._compressed(own)
         for name, parameter in parameters.items():
             if parameter.grad is None:
                 continue
             state = optimizer.state[parameter]
             frozen = self.frozen.setdefault(name, int(state["step"]))
-            update(parameter, found.get(name), state, groups[id(parameter)], frozen)
-            # Adam makes no step where there is no gradient.
-            self._hidden.append((parameter, parameter.grad))
-            parameter.grad = None
+            group = groups[id(parameter)]
+            update(parameter, found.get(name), state, group, frozen, decay_of(optimizer, group)[1])
 
 
 def _square(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -256,7 +256,9 @@ class StaleGradients(WorkerExchange):
                 f"the optimizer's option {changed!r} has changed since {self.what} began, and owners have what it was: "
                 "only learning rates may change; make new StaleGradients after synchronize() and detach()"
             )
-        self._exchange()
+        gradients, _ = gradients_of(self._parameters())
+        if not self._leaves_out([first_infinite(gradients)]):
+            self._exchange()
         for parameter in self._parameters().values():
             if parameter.grad is not None:
                 self._hidden.append((parameter, parameter.grad))

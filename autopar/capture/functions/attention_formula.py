@@ -1,0 +1,307 @@
+"""Attention that a model computes by its formula: products, a softmax, products again.
+
+Whoever has no kernel for what he adds to the scores writes the formula: transformers' ``eager`` attention, with the
+sinks of gpt-oss, or the biases by distance of BLOOM and MPT. Nothing but a softmax of scores is in it, so it is found
+at the last product, by the calls that led there, and captured as attention is.
+
+Before::
+
+    scores = torch.cat([q @ k.mT * scale + bias, sinks], -1)
+    out = softmax(scores - scores.amax(-1, keepdim=True), -1)[..., :-1] @ v
+
+After::
+
+    out = attention_with_sinks(q, k, v, bias, sinks, scale)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar._torch_compat import traced_graph, traced_node
+from autopar.capture.functions.calls import Call, Calls, OtherError, is_last, name_of
+from autopar.capture.functions.hidden_rows import HIDDEN, Part, may_hide_rows
+
+_CASTS = frozenset(("to", "float", "double", "half", "bfloat16", "type_as", "type", "contiguous"))
+_VIEWS = frozenset(("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze"))
+_PRODUCTS = frozenset(("matmul", "bmm"))
+_STEPS = _CASTS | _VIEWS | _PRODUCTS
+_STEPS |= frozenset(
+    (
+        "mul", "multiply", "div", "true_divide", "divide", "add", "sub", "subtract", "masked_fill", "where", "baddbmm",
+        "max", "amax", "cat", "concat", "softmax", "getitem", "dropout", "transpose", "swapaxes", "swapdims", "mT",
+    )
+)  # fmt: skip
+"""Names of functions that the formula consists of."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What attention is called with.
+
+    Attributes:
+        query: ``[batch, heads, queries, head]``.
+        key: ``[batch, kv_heads, keys, head]``.
+        value: ``[batch, kv_heads, keys, value_head]``.
+        bias: is added to the scores, of four dims.
+        sinks: ``[batch, heads, queries]``.
+        scale: of the scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Scores as they are so far: ``scale * left @ right``, and what is added to that.
+
+    Attributes:
+        left: queries.
+        right: keys, transposed.
+        shape: of the scores.
+        scale: of the product.
+        added: makes the bias, of the shape that it broadcasts to.
+        parts: what it is made of.
+        sinks: the last column, which is of no key.
+    """
+
+    left: Tensor
+    right: Tensor
+    shape: torch.Size
+    scale: float = 1.0
+    added: Callable[[], Tensor] | None = None
+    parts: tuple[Part, ...] = ()
+    sinks: Tensor | None = None
+
+
+class Formulas:
+    """Attention by its formula, found while a model is traced."""
+
+    def __init__(self, known: Callable[[fx.Node], Tensor | None], learned: Callable[[], Iterable[Tensor]]) -> None:
+        """``known``: the value of a node that depends on no input; ``learned``: the model's parameters."""
+        self._known, self._learned = known, learned
+        self._calls = Calls(_STEPS)
+        self.note = self._calls.note
+
+    def formula(self, func: Any, args: Sequence[Any]) -> Formula | None:
+        """What attention is called with, whose last product this is; None: it is another product."""
+        if name_of(func) not in _PRODUCTS or len(args) < 2 or not all(isinstance(t, Tensor) for t in args[:2]):
+            return None
+        weights, values = args[:2]
+        if traced_graph() is None or weights.ndim not in (3, 4) or not weights.is_floating_point():
+            return None
+        try:
+            return self._attention(weights, values)
+        except OtherError:
+            return None
+
+    def _attention(self, weights: Tensor, values: Tensor) -> Formula:
+        given, dropped = self._softmax(weights)
+        scores = self._scores(given, given.shape)
+        if (scores.sinks is None) == dropped:
+            raise OtherError
+        *rest, queries, keys = given.shape
+        lead = (*rest, 1) if len(rest) == 1 else tuple(rest)
+        keys -= int(dropped)
+        if len(lead) != 2 or (queries, keys) != tuple(weights.shape[-2:]):
+            raise OtherError
+        key = self._transposed(scores.right)
+        q, k, v = (_of_heads(t, lead) for t in (scores.left, key, values))
+        if q.shape[:2] != lead:
+            raise OtherError
+        whole = torch.Size((*lead, queries, keys))
+        # With a sink there is always something that a query sees.
+        if scores.sinks is None and may_hide_rows(scores.parts, self._known, self._learned, queries, keys):
+            raise OtherError
+        bias = None if scores.added is None else _bias(scores.added(), scores.shape, whole)
+        if bias is not None and bias.dtype != q.dtype:
+            raise OtherError  # a kernel would compute in the dtype of queries
+        sinks = None if scores.sinks is None else scores.sinks.reshape(*lead, queries)
+        return Formula(q, k, v, bias, sinks, scores.scale)
+
+    def _softmax(self, weights: Tensor) -> tuple[Tensor, bool]:
+        """What the softmax is of, and whether its last column is left out behind it."""
+        dropped = False
+        while (call := self._calls.of(weights)).name != "softmax":
+            (source, *rest) = call.args
+            if call.name == "getitem" and not dropped and rest == [(..., slice(None, -1, None))]:
+                dropped = True
+            elif call.name == "dropout":
+                if call.argument("p", 1, 0.5) and call.argument("training", 2, True):
+                    raise OtherError  # what is kept is drawn already
+            elif call.name not in _CASTS and not (call.name in _VIEWS and source.shape[-2:] == weights.shape[-2:]):
+                raise OtherError
+            weights = source
+        (source, *rest) = call.args
+        if not is_last(call.kwargs.get("dim", rest[0] if rest else None), source) or _is_narrower(weights, source):
+            raise OtherError
+        return source, dropped
+
+    def _scores(self, tensor: Tensor, shape: torch.Size) -> _Scores:
+        """Scores as a function of queries and keys; ``shape`` is that of all that is added to them."""
+        call = self._calls.of(tensor)
+        (first, *rest) = call.args
+        if call.name in _PRODUCTS and isinstance(rest[0], Tensor):
+            return _Scores(first, rest[0], tensor.shape)
+        if call.name == "baddbmm":
+            return _baddbmm(call, tensor)
+        if call.name in _CASTS and not _is_narrower(tensor, first):
+            return self._scores(first, shape)
+        if call.name in _VIEWS and first.shape[-2:] == tensor.shape[-2:]:
+            found = self._scores(first, first.shape)
+            added = found.added
+            return replace(found, shape=tensor.shape, added=added and (lambda: _viewed(added(), first, tensor)))
+        if call.name in ("mul", "multiply", "div", "true_divide", "divide"):
+            return self._scaled(call, tensor)
+        if call.name in ("sub", "subtract") and not call.kwargs and self._is_maximum(rest[0], first):
+            return self._scores(first, shape)  # a softmax is the same
+        if call.name == "add" and not call.kwargs:
+            return self._added(first, rest[0], tensor)
+        if call.name in ("masked_fill", "where"):
+            return self._hidden(call, tensor)
+        if call.name in ("cat", "concat"):
+            return self._with_sinks(call, tensor)
+        raise OtherError
+
+    def _scaled(self, call: Call, tensor: Tensor) -> _Scores:
+        left, right = call.args[:2]
+        if isinstance(left, int | float) and call.name in ("mul", "multiply"):
+            left, right = right, left
+        number = isinstance(right, int | float) and not isinstance(right, bool)
+        if call.kwargs or not number or not math.isfinite(right) or not right:
+            raise OtherError
+        factor = float(right) if call.name in ("mul", "multiply") else 1.0 / right
+        found = self._scores(left, tensor.shape)
+        if found.sinks is not None:
+            raise OtherError
+        added = found.added
+        return replace(found, scale=found.scale * factor, added=added and (lambda: added() * factor))
+
+    def _added(self, left: Any, right: Any, tensor: Tensor) -> _Scores:
+        """A sum, one of whose terms is scores."""
+        for scores, bias in ((left, right), (right, left)):
+            if not isinstance(bias, Tensor) or not isinstance(scores, Tensor) or scores.shape != tensor.shape:
+                continue
+            try:
+                found = self._scores(scores, tensor.shape)
+            except OtherError:
+                continue
+            if found.sinks is not None:
+                raise OtherError
+            before, parts = found.added, (*found.parts, Part(bias))
+            total = (lambda: bias) if before is None else (lambda: before() + bias)  # noqa: B023
+            return replace(found, added=total, parts=parts)
+        raise OtherError
+
+    def _hidden(self, call: Call, tensor: Tensor) -> _Scores:
+        """Scores in whose place a number is where a mask says so."""
+        if call.name == "masked_fill":
+            scores, mask, number = (*call.args, call.kwargs.get("value"))[:3]
+            inverted = False
+        else:
+            mask, scores, number = call.args
+            inverted = isinstance(scores, Tensor)
+            scores, number = (scores, number) if inverted else (number, scores)
+        fits = isinstance(scores, Tensor) and scores.shape == tensor.shape
+        if not fits or not isinstance(number, int | float) or number > HIDDEN:
+            raise OtherError
+        found = self._scores(scores, tensor.shape)
+        if found.sinks is not None:
+            raise OtherError
+        before = found.added
+
+        def added() -> Tensor:
+            hides = ~mask if inverted else mask
+            # Of numbers, not of scores: what makes a mask is read from the graph.
+            least, zero = (torch.full((), n, dtype=scores.dtype, device=scores.device) for n in (number, 0.0))
+            return torch.where(hides, least, zero if before is None else before())
+
+        return replace(found, added=added, parts=(*found.parts, Part(mask, float(number), inverted)))
+
+    def _with_sinks(self, call: Call, tensor: Tensor) -> _Scores:
+        (parts, *rest) = call.args
+        if not is_last(call.kwargs.get("dim", rest[0] if rest else 0), tensor):
+            raise OtherError
+        if len(parts) != 2 or parts[1].shape[-1] != 1:
+            raise OtherError
+        found = self._scores(parts[0], parts[0].shape)
+        if found.sinks is not None:
+            raise OtherError
+        return replace(found, sinks=parts[1].squeeze(-1))
+
+    def _is_maximum(self, tensor: Any, of: Tensor) -> bool:
+        """Whether a tensor is the largest score of each query."""
+        call = self._calls.of(tensor)
+        (source, *rest) = call.args
+        d, kept = (call.kwargs.get(n, (*rest, None, None)[i]) for i, n in enumerate(("dim", "keepdim")))
+        same = isinstance(source, Tensor) and traced_node(source) is traced_node(of)
+        return call.name in ("max", "amax") and same and is_last(d, of) and kept is True
+
+    def _transposed(self, tensor: Tensor) -> Tensor:
+        """Keys of transposed ones: those that were transposed, if they still are what they were."""
+        try:
+            call = self._calls.of(tensor)
+        except OtherError:
+            return tensor.transpose(-1, -2)
+        (source, *dims) = call.args
+        swaps = call.name in ("transpose", "swapaxes", "swapdims") and not call.kwargs
+        is_last = call.name == "mT" or (
+            swaps and sorted(d % tensor.ndim for d in dims) == [tensor.ndim - 2, tensor.ndim - 1]
+        )
+        return source if is_last else tensor.transpose(-1, -2)
+
+
+def _is_narrower(made: Tensor, source: Tensor) -> bool:
+    """Whether scores were rounded, which a kernel would not do."""
+    if not made.is_floating_point() or not source.is_floating_point():
+        return True
+    return torch.finfo(made.dtype).eps > torch.finfo(source.dtype).eps
+
+
+def _baddbmm(call: Call, tensor: Tensor) -> _Scores:
+    tensors: list[Any] = [call.argument(n, i) for i, n in enumerate(("input", "batch1", "batch2"))]
+    beta, alpha = (call.kwargs.get(n, 1) for n in ("beta", "alpha"))
+    if not all(isinstance(t, Tensor) for t in tensors) or not alpha:
+        raise OtherError
+    added, left, right = tensors
+    # With beta 0 nothing is added, not even what is not finite.
+    bias: Callable[[], Tensor] | None = None if not beta else (lambda: added * beta)
+    return _Scores(left, right, tensor.shape, float(alpha), bias, (Part(added),) if beta else ())
+
+
+def _of_heads(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """A tensor of queries, keys or values as one of four dims."""
+    shape, rest = tuple(tensor.shape[:-2]), tuple(tensor.shape[-2:])
+    if shape == lead or (len(shape) == 2 and shape == (lead[0], 1)):
+        return tensor
+    if not shape or math.prod(shape) != math.prod(lead):
+        raise OtherError
+    return tensor.reshape(*lead, *rest)
+
+
+def _viewed(bias: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """What is added to scores of which others are a view."""
+    return bias.expand(*before.shape[:-2], *bias.shape[-2:]).reshape(*after.shape[:-2], *bias.shape[-2:])
+
+
+def _bias(bias: Tensor, scores: torch.Size, whole: torch.Size) -> Tensor:
+    """What is added to scores, of four dims; ``scores`` and ``whole``: shapes of the scores that the model has."""
+    if bias.ndim > len(scores):
+        raise OtherError
+    bias = bias.reshape((1,) * (len(scores) - bias.ndim) + tuple(bias.shape))
+    if len(scores) == 3:
+        bias = bias.unsqueeze(1)
+    if any(n not in (1, m) for n, m in zip(bias.shape, whole, strict=True)):
+        raise OtherError
+    return bias

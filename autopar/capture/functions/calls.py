@@ -1,0 +1,86 @@
+"""Calls of torch that led to a tensor, noted while a model is traced: for what is known by all its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from autopar._torch_compat import is_transformed, traced_graph, traced_node
+
+
+class OtherError(Exception):
+    """What is computed is something else than what was looked for."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function, and the nodes of its tensors at that time: what is written to has another one later."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    nodes: tuple[fx.Node | None, ...]
+
+    def argument(self, name: str, position: int, default: Any = None) -> Any:
+        """An argument by its name or its position."""
+        return self.kwargs.get(name, self.args[position] if position < len(self.args) else default)
+
+
+class Calls:
+    """The last call that made each tensor, of functions of some names."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._calls: dict[fx.Node, Call] = {}
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note a call of a function of torch."""
+        name = name_of(func)
+        if name not in self._names or traced_graph() is None:
+            return
+        made = result[0] if isinstance(result, tuple) and result else result
+        tensors = _tensors(args)
+        if not isinstance(made, Tensor) or any(is_transformed(t) for t in (made, *tensors)):
+            return
+        node, nodes = traced_node(made), tuple(traced_node(t) for t in tensors)
+        # A function that gives its argument is none.
+        if node is not None and node not in nodes:
+            self._calls[node] = Call(name, tuple(args), dict(kwargs), nodes)
+
+    def of(self, tensor: Any, *names: str) -> Call:
+        """The call that made a tensor.
+
+        Raises:
+            OtherError: its arguments are no more what they were, or it is a call of another function than ``names``.
+        """
+        node = traced_node(tensor) if isinstance(tensor, Tensor) else None
+        call = self._calls.get(node) if node is not None else None
+        if call is None or tuple(traced_node(t) for t in _tensors(call.args)) != call.nodes or None in call.nodes:
+            raise OtherError
+        if names and call.name not in names:
+            raise OtherError
+        return call
+
+
+def name_of(func: Any) -> str:
+    """A function's name, without underscores; of ``tensor.mT`` that of the attribute."""
+    name = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name.strip("_")
+
+
+def is_last(d: Any, tensor: Tensor) -> bool:
+    """Whether an argument is the number of a tensor's last dim."""
+    return isinstance(d, int) and d in (-1, tensor.ndim - 1)
+
+
+def _tensors(args: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
