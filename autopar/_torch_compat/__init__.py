@@ -42,6 +42,13 @@ from autopar._torch_compat.dtensor import (
     spec_in,
     take_in_foreach,
 )
+from autopar._torch_compat.dtensor_handlers import (
+    copy_parameters_alone,
+    handle_operators,
+    leave_trace,
+    overloads_of,
+    take_shape_in_place,
+)
 from autopar._torch_compat.interpreter import interpreted, interpreter_takes, interpreting, is_boxed, said_by_kernel
 from autopar._torch_compat.operators import (
     attention_kernel,
@@ -90,12 +97,14 @@ __all__ = [
     "compiling",
     "context_parallel_internals",
     "convert_assigned",
+    "copy_parameters_alone",
     "default_partition",
     "dtensor_overloads",
     "flex_attention_as",
     "forget_fake_results",
     "forget_source_with",
     "get_decompositions",
+    "handle_operators",
     "hooks_of_all_modules",
     "inductor",
     "inductor_lacks",
@@ -107,6 +116,7 @@ __all__ = [
     "is_boxed",
     "is_traced",
     "is_transformed",
+    "leave_trace",
     "local_shape_of",
     "map_tensors",
     "masks_as_they_are",
@@ -114,6 +124,7 @@ __all__ = [
     "new_fake_results",
     "number_of_groups",
     "operator_database",
+    "overloads_of",
     "pipeline_runtime",
     "put_around_collectives",
     "pytree_node",
@@ -133,6 +144,7 @@ __all__ = [
     "storage_id",
     "suggest_memory_format",
     "take_in_foreach",
+    "take_shape_in_place",
     "tensors_in",
     "torch_schedule",
     "traced_graph",

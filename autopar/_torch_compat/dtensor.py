@@ -141,7 +141,7 @@ def refuse_items_of_unreduced() -> None:
             if not all(p.is_replicate() for p in tensor.placements):
                 raise RuntimeError(
                     f"{name}() of a tensor that lies as {tensor.placements} would be this rank's part of it: call "
-                    f"full_tensor().{name}(), on all ranks"
+                    f'full_tensor().{name}(), on all ranks, or parallelize(..., outputs="whole") for plain outputs'
                 )
             return method(
                 tensor._local_tensor.detach() if not tensor.requires_grad else tensor._local_tensor, *args, **kwargs
@@ -202,6 +202,8 @@ def run_beyond_dtensor(
         # Torch's own dispatch writes to a DTensor only.
         if plain and any(t is v for t in plain for v in written_by(op, args, kwargs)):
             return run(op, args, kwargs)
+        if op is torch.ops.aten.cat.default and len(joined := _without_empty(args[0])) < len(args[0]):
+            return op(joined, *args[1:], **kwargs)
         try:
             found = propagate(op, args, kwargs, info, try_cache)
         # Nothing has been sent yet: every rank comes here alike.
@@ -237,6 +239,12 @@ def _plain_tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in tensors_in(value) if not isinstance(t, DTensor)]
 
 
+def _without_empty(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without those of shape [0], which ``torch.cat`` takes beside tensors of any shape, and torch's rule splits."""
+    left = [t for t in tensors if tuple(t.shape) != (0,)]
+    return left or list(tensors)
+
+
 def _is_loss(op: Any) -> bool:
     """Whether an operator is a loss, or its gradient, that torch's rule would divide by the rows of one rank."""
     return any(a.name == "reduction" for a in op._schema.arguments)
@@ -253,13 +261,17 @@ def _moves_a_view(op: Any, info: Any, found: Any) -> bool:
 def _reduced_scalars(op: Any, args: Any, info: Any, found: Any) -> Any:
     """The result of an operator some of whose results are scalars of which each rank would have its term: reduced.
 
+    So is what a table of which each rank has some rows gives, which torch can reduce once, and fails the second time.
+
     Anything else: ``found``, torch's decision, as it is.
     """
     from torch.distributed.tensor import DTensor
 
     def is_term(spec: Any) -> bool:
-        is_scalar = isinstance(spec, DTensorSpec) and spec.tensor_meta is not None and spec.tensor_meta.shape == ()
-        return is_scalar and any(p.is_partial() for p in spec.placements)
+        if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
+            return False
+        is_kind = spec.tensor_meta.shape == () or op is torch.ops.aten.embedding.default
+        return is_kind and any(p.is_partial() for p in spec.placements)
 
     specs = getattr(found, "output_spec", None)
     each = specs if isinstance(specs, list | tuple) else (specs,)

@@ -272,6 +272,8 @@ def parallel_module(
         class_ = type(kind)(
             kind.__name__, (ParallelModule, kind),
             {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature),
+             # What a model makes by ``self.__class__(...)``, as ``model[:2]`` does, is one of its own kind.
+             "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs),
              **{name: _own_method(name) for name in (*SAVING, *RESIZING, *GENERATING) if hasattr(kind, name)},
              **{name: _OfOriginal(name) for name in _defaults(kind)}},
         )  # fmt: skip

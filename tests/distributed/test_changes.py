@@ -75,30 +75,6 @@ def test_what_cannot_be_done_says_what_can(two_ranks: Ranks) -> None:
         assert "cannot be pickled" in saves
 
 
-def steps_of_whole_tensors(rank: int) -> list[str]:
-    """Errors of optimizers that cannot step on split parameters, all before they change one."""
-    from autopar.errors import AutoparError
-
-    model = Pair(mesh_of(2), ON_TWO, 1).parallel
-    before, found = model.full_state_dict(), []
-    for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop):
-        with pytest.raises(AutoparError) as raised:
-            kind(model.parameters()).step(lambda: 0.0)  # type: ignore[attr-defined]
-        found.append(str(raised.value))
-    after = model.full_state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    return found
-
-
-def test_an_optimizer_of_whole_tensors_says_what_to_do(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(steps_of_whole_tensors):
-        for message, name in zip(found, ("Adafactor", "LBFGS", "Rprop"), strict=True):
-            assert message.startswith(
-                f"optimizer {name} cannot step on parameters that are split, such as the one of shape"
-            )
-            assert "Search(recipe='ddp')" in message
-
-
 def optimizer_state_of_a_checkpoint(rank: int, folder: str) -> tuple[bool, bool, float]:
     """Saved and loaded by torch's own functions, before layouts are decided: is it whole before, split after a call."""
     import torch.distributed.checkpoint as dcp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from inspect import signature
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -154,6 +156,35 @@ def test_what_torch_has_no_rule_for_is_handed_over(fake_group: object) -> None:
     assert (split * torch.ones(8, 2)).placements == (Shard(0),)
     assert type(torch.ones(8, 2).mul_(split)) is torch.Tensor
     assert split.sum().placements == (Replicate(),)
+
+
+def test_what_torch_does_not_handle_is_handled(fake_group: object) -> None:
+    """Torch leaves an old shape to ``squeeze_``, copies gradients through no storage, and compiles fake parts."""
+    install_whole_operators()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    split = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], run_check=False)
+    vector = DTensor.from_local(torch.ones(1, 6), mesh, [Replicate()], run_check=False)
+    assert (vector.squeeze_(0).shape, (vector * 2).shape, split.t_().shape) == ((6,), (6,), (2, 8))
+    assert len(compat.overloads_of(["mul"])) > 2
+    seen: list[Any] = []
+    compat.handle_operators([torch.ops.aten.tan.default], lambda op, own: lambda *call: seen.append((op, own)))
+    assert torch.tan(vector) is None and seen == [(torch.ops.aten.tan.default, None)]
+    del DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.tan.default]
+    with compat.FakeTensorMode() as mode, pytest.raises(DataDependentOutputException):
+        compat.leave_trace("op", [mode.from_tensor(torch.ones(2))])
+
+
+def test_copies_of_parameters_have_no_gradients(fake_group: object) -> None:
+    own = DTensor.__deepcopy__
+    compat.copy_parameters_alone()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], run_check=False))
+    parameter.sum().backward()
+    first, second = copy.deepcopy([parameter, parameter])
+    assert first is second and first.grad is None and parameter.grad is not None
+    assert isinstance(first, nn.Parameter) and first.requires_grad and first.placements == (Shard(0),)
+    assert first.to_local().data_ptr() != parameter.to_local().data_ptr()
+    DTensor.__deepcopy__ = own  # type: ignore[method-assign]
 
 
 def test_other_dispatchers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,63 +17,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autopar.errors import AutoparError
 from autopar.runtime.state.storage import ParameterStorage, storage_of
+from autopar.runtime.state.whole_steps import install_whole_steps
 
 _SCALARS = ("step", "mu_product", "eta", "mu")
 """State of torch's optimizers that is a plain scalar, of whatever parameter."""
-
-_NEED_WHOLE = {
-    "Adafactor": "it writes into means of rows and columns that are not yet summed over the devices",
-    "LBFGS": "it puts all parameters into one vector",
-    "Rprop": "it writes into them where masks say",
-}
-"""Optimizers, torch's and those that are called alike, that fail in the middle of a step on tensors that are split."""
 
 _installed: list[Any] = []
 
 
 def install_hook() -> None:
-    """Before every optimizer's step, bring the state of parameters on a mesh into their layouts.
-
-    An optimizer that cannot step on tensors that are split is an `AutoparError` then, before it changes anything.
-    """
+    """Before every optimizer's step, bring the state of parameters on a mesh into their layouts."""
     # One global hook, since users may make an optimizer at any time; once, however many models there are.
     if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(lambda optimizer, *_: _prepare(optimizer)))
-
-
-def _prepare(optimizer: Optimizer) -> None:
-    _refuse_split(optimizer)
-    lay_out_state(optimizer)
-
-
-def _refuse_split(optimizer: Optimizer) -> None:
-    """Raise for an optimizer of whole tensors, if one of its parameters is split.
-
-    Raises:
-        AutoparError: names optimizer, reason and remedy.
-    """
-    name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _NEED_WHOLE), None)
-    if name is None:
-        return
-    for group in optimizer.param_groups:
-        split = next((p for p in group["params"] if isinstance(p, DTensor) and not _is_whole(p)), None)
-        if split is not None:
-            raise AutoparError(
-                f"optimizer {type(optimizer).__name__} cannot step on parameters that are split, such as the one "
-                f"of shape {list(split.shape)} that lies as {split.placements}: {_NEED_WHOLE[name]}. Keep "
-                "parameters whole by Search(recipe='ddp'), or take an optimizer that computes element by element, such "
-                "as AdamW"
-            )
-
-
-def _is_whole(parameter: DTensor) -> bool:
-    return all(p.is_replicate() for p in parameter.placements)
+        _installed.append(register_optimizer_step_pre_hook(lambda optimizer, *_: lay_out_state(optimizer)))
+        install_whole_steps(lay_out_state)
 
 
 def lay_out_state(optimizer: Optimizer) -> None:
@@ -123,4 +84,6 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     # torch keeps no list of optimizers. A process holds some million objects: they are looked through without a Python
     # call for each, and by type(), since isinstance() asks them for their __class__, and proxies run code for that.
     found = compress(objects, map({id(k) for k in kinds}.__contains__, map(id, map(type, objects))))
-    return [o for o in found if any(id(p) in own for group in o.param_groups for p in group["params"])]
+    # One whose constructor has failed has no groups, and may be alive in a traceback.
+    groups = [(o, getattr(o, "param_groups", ())) for o in found]
+    return [o for o, each in groups if any(id(p) in own for group in each for p in group["params"])]

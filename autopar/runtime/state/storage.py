@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch_compat import convert_assigned, refuse_to_pickle_parts
+from autopar._torch_compat import convert_assigned, copy_parameters_alone, refuse_to_pickle_parts
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, TensorType, replicated
 from autopar.runtime.dtensor import (
@@ -99,6 +99,7 @@ def install_assignments() -> None:
     """Let ``.data`` and ``.grad`` of parameters on a mesh take whole tensors."""
     convert_assigned(_converted)
     refuse_to_pickle_parts(_unpicklable)
+    copy_parameters_alone()
 
 
 def _unpicklable(tensor: torch.Tensor) -> AutoparError:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar._torch_compat import (
     TensorMeta,
     asks_subclasses,
+    leave_trace,
     map_tensors,
     read_only,
     redistributed,
@@ -31,6 +32,7 @@ from autopar._torch_compat import (
 from autopar.errors import AutoparError, RankError
 from autopar.runtime.agreement.control import during_any
 from autopar.runtime.dtensor import full_tensor
+from autopar.runtime.state.written_operators import install_written_operators, shape_of_a_copy
 
 _FILLS = frozenset(
     ("normal_", "uniform_", "bernoulli_.float", "rand_like", "randn_like", "randint_like", "exponential_", "random_")
@@ -46,10 +48,12 @@ _compared: set[Any] = set()
 def install_whole_operators() -> None:
     """Let operators without a rule compute on whole tensors, for this process; once, however often it is called."""
     run_beyond_dtensor(_on_whole_tensors, _compare)
+    install_written_operators(_on_whole_tensors)
 
 
 def _on_whole_tensors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator on whole tensors; a collective call."""
+    leave_trace(op, (args, kwargs))
     mesh = next(v for v in tensors_in((args, kwargs)) if isinstance(v, DTensor)).device_mesh
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     name = str(op).removeprefix("aten.").removesuffix(".default")
@@ -85,6 +89,8 @@ class WholeView(DTensor):
     ) -> Any:
         """Run an operator on the copy; what it writes goes to the tensor."""
         kwargs = kwargs or {}
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], WholeView):
+            raise shape_of_a_copy(func, args[0])
         views = {id(v): v for v in tensors_in((args, kwargs)) if isinstance(v, WholeView)}
         plain = {k: DTensor(v._local_tensor, v._spec, requires_grad=False) for k, v in views.items()}  # type: ignore[no-untyped-call]
         result = func(*_replaced(args, plain), **_replaced(kwargs, plain))
@@ -187,6 +193,7 @@ def _compare(op: Any, plain: list[torch.Tensor], mesh: DeviceMesh) -> None:
     Raises:
         RankError: they are not.
     """
+    leave_trace(op, plain)
     key = (op, mesh, tuple((tuple(t.shape), t.dtype) for t in plain))
     if key in _compared or any(t.is_meta for t in plain):
         return

@@ -61,3 +61,17 @@ def test_one_made_before_is_refused() -> None:
     with pytest.raises(ValueError, match=r"an optimizer \(SGD\) holds the model's parameters"):
         parallelize(model, None, (torch.ones(2, 3),), loss_fn=lambda out, _: out.sum())
     parallelize(tied(), None, (torch.ones(2, 3),), loss_fn=lambda out, _: out.sum())
+
+
+def test_one_whose_constructor_has_failed_is_none() -> None:
+    class Fails(torch.optim.SGD):
+        def __init__(self) -> None:
+            kept.append(self)
+            raise ValueError
+
+    kept: list[Fails] = []
+    model = tied()
+    others = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError):
+        Fails()
+    assert kept and optimizers_of_model(model) == [others]

@@ -1,0 +1,80 @@
+"""What is put in the place of DTensor's own operators and methods, one by one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+
+from autopar._torch_compat.operators import tensors_in
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""From an operator, its arguments and its keyword arguments, some of them DTensors, to its result."""
+
+
+def handle_operators(operators: Iterable[Any], handler: Callable[[Any, Handler | None], Handler]) -> None:
+    """Let ``handler(op, torch's own handler or None)`` make the handler of each of these operators of DTensors."""
+    from torch.distributed.tensor import DTensor
+
+    table: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for op in operators:
+        table[op] = handler(op, table.get(op))
+
+
+def overloads_of(names: Iterable[str]) -> list[Any]:
+    """The overloads of ATen's operators of these names."""
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+def take_shape_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Give a DTensor what an operator such as ``squeeze_`` makes of it: local tensor, metadata and shape.
+
+    Args:
+        op: that changes its first argument's shape in place.
+        args: of it.
+        kwargs: of it.
+        result: a DTensor, of the operator that makes a view instead.
+    """
+    from torch.utils._python_dispatch import return_and_correct_aliasing
+
+    tensor = args[0]
+    tensor._local_tensor, tensor._spec = result._local_tensor, result._spec
+    return_and_correct_aliasing(op, args, kwargs, tensor)  # type: ignore[no-untyped-call]
+
+
+def leave_trace(op: Any, arguments: Any) -> None:
+    """Make ``torch.compile`` run an operator as it is, if it is tracing it: nothing can be sent on fake tensors.
+
+    Raises:
+        DataDependentOutputException: tensors, or the parts of DTensors, are fake; torch.compile ends a graph there.
+    """
+    if any(isinstance(getattr(t, "_local_tensor", t), FakeTensor) for t in tensors_in(arguments)):
+        raise DataDependentOutputException(op)
+
+
+def copy_parameters_alone() -> None:
+    """Let ``copy.deepcopy`` of a DTensor copy no gradient, as that of a parameter on one device.
+
+    Torch copies the gradient of a DTensor, too, through a storage that it does not have.
+    """
+    from torch.distributed.tensor import DTensor
+
+    own: Any = torch.Tensor.__deepcopy__
+
+    def deep_copied(tensor: Any, memo: dict[int, Any]) -> Any:
+        if id(tensor) in memo or not tensor.is_leaf:
+            return own(tensor, memo)
+        with torch.no_grad():
+            new: Any = tensor.clone()
+        if type(new) is not type(tensor):
+            return own(tensor, memo)
+        others = {k: v for k, v in vars(tensor).items() if k not in vars(new)}
+        vars(new).update(copy.deepcopy(others, memo))
+        memo[id(tensor)] = new.requires_grad_(tensor.requires_grad)
+        return new
+
+    DTensor.__deepcopy__ = deep_copied  # type: ignore[method-assign]

@@ -1,0 +1,89 @@
+"""Operators of users' code that write to a tensor of the mesh and torch runs wrongly, or not at all.
+
+In-place operators that change a shape: torch leaves the old shape to ``vector @ matrix``, which ends in a ``squeeze_``.
+``out=`` of a tensor of the mesh that is the only one. ``as_strided``, by which ``fill_diagonal_`` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar._torch_compat import handle_operators, overloads_of, storage_id, take_shape_in_place
+from autopar.errors import AutoparError
+from autopar.runtime.dtensor import full_tensor
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_CHANGE_SHAPE = ("squeeze_", "t_", "transpose_", "unsqueeze_")
+
+_INTO = (
+    "abs", "add", "addcdiv", "addcmul", "addmm", "addmv", "baddbmm", "bmm", "cat", "clamp", "clamp_max", "clamp_min",
+    "cos", "div", "exp", "lerp", "log", "maximum", "mean", "minimum", "mm", "mul", "mv", "neg", "pow", "reciprocal",
+    "rsqrt", "sigmoid", "sign", "sin", "sqrt", "sub", "sum", "tanh", "tril", "triu", "where",
+)  # fmt: skip
+"""What optimizers compute into a tensor of theirs."""
+
+
+def install_written_operators(run: Run) -> None:
+    """Let tensors of the mesh be written to by the operators of this module, for this process.
+
+    Args:
+        run: an operator on whole tensors.
+    """
+    into = [op for op in overloads_of(_INTO) if op._overloadname.endswith("out")]
+    handle_operators(into, lambda op, own: _into)
+    handle_operators(overloads_of(_CHANGE_SHAPE), lambda op, own: _change_shape)
+    handle_operators([torch.ops.aten.as_strided.default], lambda op, own: _strided_by(own, run))
+
+
+def shape_of_a_copy(op: Any, view: torch.Tensor) -> AutoparError:
+    """The error where a view would take another shape in place that is a copy, or would become one."""
+    name = op.overloadpacket.__name__.removesuffix("_")
+    return AutoparError(
+        f"{op} would change the shape of a view of a tensor on the mesh, {list(view.shape)}, which is or would be a "
+        f"copy here: call {name}(), without the underscore"
+    )
+
+
+def _change_shape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor: Any = args[0]
+    name = op.overloadpacket.__name__.removesuffix("_")
+    made = getattr(torch.ops.aten, name)(tensor.detach(), *args[1:], **kwargs)
+    if tensor._is_view() and storage_id(made._local_tensor) != storage_id(tensor._local_tensor):
+        raise shape_of_a_copy(op, tensor)
+    take_shape_in_place(op, args, kwargs, made)
+    return args[0]
+
+
+def _into(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.mul(a, b, out=c)``: the product, which is copied."""
+    out = kwargs["out"]
+    result = op.overloadpacket(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    if result.shape != out.shape:
+        raise AutoparError(
+            f"{op} is given a tensor of shape {list(out.shape)} for a result of shape {list(result.shape)}: leave out= "
+            "away, or give a tensor of that shape"
+        )
+    out.copy_(result if isinstance(out, DTensor) else full_tensor(result))
+    return out
+
+
+def _strided_by(own: Run | None, run: Run) -> Run:
+    """Torch's handler of ``as_strided``, and whole tensors where it gives up."""
+
+    def strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        try:
+            if own is not None:
+                return own(op, args, kwargs)
+        except RuntimeError:
+            # Strides are those of a whole tensor as torch gathers it.
+            if not tensor.is_contiguous():
+                raise
+        return run(op, args, kwargs)
+
+    return strided
