@@ -62,7 +62,7 @@ def slowdown(needed: float, memory: float, *, split: bool = False) -> float:
         memory: bytes.
         split: whether backward passes are in two parts.
     """
-    return max(1.0, needed / memory) ** (SHORTAGE_SPLIT if split else SHORTAGE)
+    return float(max(1.0, needed / memory) ** (SHORTAGE_SPLIT if split else SHORTAGE))
 
 
 def needed_bytes(program: Program, optimizer: str) -> NeededBytes:
