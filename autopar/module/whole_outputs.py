@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +51,24 @@ def gather_outputs_without_loss(model: nn.Module) -> None:
         model.register_forward_hook(_gather)
 
 
-def _gather(module: nn.Module, args: Any, output: Any) -> Any:
-    return output if _has_loss(output) else whole(output)
+def _gather(module: Any, args: Any, output: Any) -> Any:
+    if _has_loss(output):
+        return output
+    found = whole(output)
+    latest = module._autopar.latest
+    if latest is not None and not latest.step.given.compared:
+        # Each rank takes its shards of the gradient that it is given for the whole tensor.
+        for n, tensor in enumerate(t for t in _tensors(found) if t.requires_grad):
+            tensor.register_hook(partial(latest.step.given.note, f"whole output {n}"))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(inner)
 
 
 def _has_loss(output: Any) -> bool:

@@ -151,3 +151,31 @@ def test_every_rank_says_who_differs_and_in_what(ranks: Ranks) -> None:
             error, seconds = found[case.__name__]
             assert error.startswith("RankError: ") and expected in error, (rank, case.__name__, error)
             assert seconds < WAIT / 2, (rank, case.__name__, seconds)
+
+
+def go_on(rank: int) -> list[str]:
+    """The errors of ranks that go on from outputs in their own ways, and where they do not."""
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    x, found = mlp_batch(0)["x"], []
+    options: dict[str, Any] = {"search": Search(recipe="fsdp"), "cluster": slow_devices(), "timeout": WAIT}
+    for odd in (rank == ODD, False):
+        scaled: Any = parallelize(mlp(), mesh_of(4), mlp_batch(0), **options)
+        whole: Any = parallelize(torch.nn.Linear(16, 3).double(), mesh_of(4), {"input": x}, outputs="whole", **options)
+        labels = torch.zeros(len(x), 3, dtype=torch.float64)
+        labels[0] += odd
+        for loss in (scaled(**mlp_batch(0))["loss"] * (1 + odd), torch.nn.functional.mse_loss(whole(x), labels)):
+            try:
+                loss.backward()
+                found.append("")
+            except Exception as e:
+                found.append(f"{type(e).__name__}: {e}")
+    return found
+
+
+def test_gradients_of_outputs_are_the_same_on_every_rank(ranks: Ranks) -> None:
+    for scaled, whole, *alike in ranks.run(go_on):
+        assert scaled.startswith("RankError: backward of call") and "output 'loss' differs: rank 1" in scaled, scaled
+        assert whole.startswith("RankError: backward of call") and "whole output 0 differs: rank 1" in whole, whole
+        assert alike == ["", ""]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from autopar.capture.state.hooks import seen_by
 from autopar.capture.state.writes import names_of_result
@@ -140,6 +141,7 @@ class _StepFunction(torch.autograd.Function):
         call: Call = ctx.call
         step = call.step
         call.agree("backward")
+        _compare(step, call.name, dict(zip(step.differentiable, gradients, strict=True)))
         saved = _saved_values(ctx)
         incoming = {str(i): g for i, g in zip(step.differentiable, gradients, strict=True)}
         nothing_deferred = not (call.deferred.active or call.deferred.any)
@@ -164,6 +166,16 @@ class _StepFunction(torch.autograd.Function):
                 for name, form in call.passed.items()
             ]
         return None, *wrapped, *of_inputs
+
+
+def _compare(step: Step, name: str, incoming: Mapping[int, torch.Tensor | None]) -> None:
+    """Ranks are given the same gradients of what every rank has whole."""
+    if step.context.control is None or step.given.compared:
+        return
+    for i, gradient in incoming.items():
+        if gradient is not None and (isinstance(gradient, DTensor) or not gradient.ndim):
+            step.given.note(_output(step.program.skeleton, i), gradient)
+    step.given.compare(f"backward of {name}", step.context)
 
 
 def _saved_values(ctx: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from autopar.ir.layout import Layout, TensorType, is_held
 from autopar.ir.ops.float8.histories import history_names, record
 from autopar.ir.program import GRADIENTS, RECORDED, Output, Program
+from autopar.runtime.agreement.given_gradients import GivenGradients
 from autopar.runtime.dtensor import computed, from_local, local_like, part_of, stored, to_local, to_placements
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.stage_tensor import owner_of, with_owner
@@ -63,6 +64,11 @@ class Step:
     types: BoundaryLayouts
     context: MeshContext
     compiled: Compiled | None = None
+
+    @cached_property
+    def given(self) -> GivenGradients:
+        """The gradients of outputs that ranks compare."""
+        return GivenGradients()
 
     @cached_property
     def parameters(self) -> list[str]:
