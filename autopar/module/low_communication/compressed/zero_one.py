@@ -65,7 +65,7 @@ class Schedule:
     def kind(self, step: int) -> str:
         """Of a step, counted from 1.
 
-        >>> "".join(Schedule(8, 2, 3, 2).kind(step)[0] for step in range(1, 16))
+        >>> "".join(Schedule(8, 2, 3, 2).kind(step)[0] for step in range(1, 17))
         'vvgvgvggmmmammam'
         """
         if step > self.freeze:
