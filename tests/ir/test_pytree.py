@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import CaptureError
 from autopar.ir.signature import pytree
+from autopar.ir.signature.outputs import path_of
 
 Pair = namedtuple("Pair", "left right")
 
@@ -99,3 +100,14 @@ def test_model_output_keeps_class_and_order() -> None:
 def test_other_objects_are_named() -> None:
     with pytest.raises(CaptureError, match=r"batch\['a'\]\[1\] is a object"):
         pytree.flatten({"a": [1, object()]}, "batch")
+
+
+def test_results_are_named_by_where_they_are_in_the_output() -> None:
+    """Also beside numbers of the model's own, and floats of the batch, which are known at a call alone."""
+    anneal = pytree.RuntimeFloat("half of float 0", lambda numbers: numbers[0] / 2)
+    tensors, skeleton = pytree.flatten(
+        {"steps": 0, "losses": {"fit": torch.ones(()), "small": torch.ones(3)}}, "output"
+    )
+    assert len(tensors) == 2
+    skeleton = [anneal, skeleton, True]
+    assert [path_of(skeleton, i) for i in range(3)] == ["1.losses.fit", "1.losses.small", None]

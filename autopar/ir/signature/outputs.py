@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -181,8 +181,25 @@ def at(output: Any, path: Any) -> Any:
 
 def path_of(skeleton: Any, index: int) -> str | None:
     """Where a result of the graph is within the model's output, such as ``losses.fit``; None if it is not there."""
-    numbered = pytree.unflatten(skeleton, range(sys.maxsize))
-    return next((path for path, value in _paths(numbered, "") if type(value) is int and value == index), None)
+    numbered = pytree.unflatten(skeleton, _Numbers(), None)
+    return next((path for path, value in _paths(numbered, "") if type(value) is _Number and value.index == index), None)
+
+
+class _Number:
+    """Stands for a result of the graph: an int could be one of the model's own."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Numbers(Sequence[_Number]):
+    """One for each result, however many there are."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return _Number(index)
+
+    def __len__(self) -> int:
+        return sys.maxsize
 
 
 def _scalars(output: Any) -> str:

@@ -148,8 +148,8 @@ def flatten(
     return visitor.tensors, visitor.visit(value, what)
 
 
-def unflatten(skeleton: Any, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
-    """The value whose skeleton, tensors and numbers are given."""
+def unflatten(skeleton: Any, tensors: Sequence[Any], numbers: Sequence[float] | None = ()) -> Any:
+    """The value whose skeleton, tensors and numbers are given; without numbers it has a `RuntimeFloat` for each."""
     if isinstance(skeleton, Leaf):
         return tensors[skeleton.index]
     if isinstance(skeleton, _Record):
@@ -162,7 +162,8 @@ def unflatten(skeleton: Any, tensors: Sequence[Any], numbers: Sequence[float] = 
         return set(skeleton.value) if type(skeleton.value) is set else skeleton.value
     if type(skeleton) in (list, tuple):
         return type(skeleton)(unflatten(v, tensors, numbers) for v in skeleton)
-    return skeleton.value(numbers) if isinstance(skeleton, RuntimeFloat) else skeleton
+    is_number = isinstance(skeleton, RuntimeFloat) and numbers is not None
+    return skeleton.value(numbers) if is_number else skeleton
 
 
 class _Visitor:
