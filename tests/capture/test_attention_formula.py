@@ -97,6 +97,34 @@ def test_formulas_are_attention(seed: int) -> None:
     assert SOFTMAX not in found and sum("attention" in str(t) for t in found) >= 6
 
 
+def test_arguments_by_name() -> None:
+    """Of functions that are given them so, in any order; what is not known is a formula, and no error."""
+    softmax, least = functional.softmax, torch.finfo(torch.float32).min
+
+    def products(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(other=k[:, :1].mT, input=q).mul(other=0.5)
+        return softmax(dim=-1, input=torch.div(scores, other=2.0).add(other=m.bias)) @ v[:, :1]
+
+    def masks(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k[:, :1].transpose(dim0=-1, dim1=-2)).masked_fill(value=least, mask=~causal(x))
+        return torch.where(causal(x), scores, other=least).softmax(dim=-1) @ v[:, :1]
+
+    def joined(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own = m.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+        scores = torch.cat(tensors=[q @ k[:, :1].mT, own], dim=-1)
+        scores = scores - torch.max(input=scores, dim=-1, keepdim=True).values
+        return functional.dropout(input=scores.softmax(-1), p=0.0)[..., :-1] @ v[:, :1]
+
+    def others(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.div(q @ k[:, :1].mT, 2.0, rounding_mode="floor").add(m.bias, alpha=2)
+        return torch.matmul(input=scores.softmax(-1), other=v[:, :1])
+
+    report = verify(ByFormula(products, masks, joined, others), batch(), {"a": 2}, plan="random")
+    assert max(report.max_error, report.capture_error) < BOUND
+    forward = [n.target for n in capture(ByFormula(products, masks, joined, others), batch()).graph.graph.nodes]
+    assert (forward.count(attention), forward.count(SOFTMAX)) == (3, 1)
+
+
 def test_masks_are_read() -> None:
     """Keys that numbers hide, in the place of scores or added to them."""
 

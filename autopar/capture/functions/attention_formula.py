@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,16 +200,15 @@ class Formulas:
                 continue
             if found.sinks is not None:
                 raise OtherError
-            before, parts = found.added, (*found.parts, Part(bias))
-            total = (lambda: bias) if before is None else (lambda: before() + bias)  # noqa: B023
-            return replace(found, added=total, parts=parts)
+            return replace(found, added=partial(_sum, found.added, bias), parts=(*found.parts, Part(bias)))
         raise OtherError
 
     def _hidden(self, call: Call, tensor: Tensor) -> _Scores:
         """Scores in whose place a number is where a mask says so."""
+        if len(call.args) != 3:
+            raise OtherError
         if call.name == "masked_fill":
-            scores, mask, number = (*call.args, call.kwargs.get("value"))[:3]
-            inverted = False
+            (scores, mask, number), inverted = call.args, False
         else:
             mask, scores, number = call.args
             inverted = isinstance(scores, Tensor)
@@ -262,6 +262,10 @@ class Formulas:
         return source if is_last else tensor.transpose(-1, -2)
 
 
+def _sum(before: Callable[[], Tensor] | None, bias: Tensor) -> Tensor:
+    return bias if before is None else before() + bias
+
+
 def _is_narrower(made: Tensor, source: Tensor) -> bool:
     """Whether scores were rounded, which a kernel would not do."""
     if not made.is_floating_point() or not source.is_floating_point():
@@ -270,9 +274,9 @@ def _is_narrower(made: Tensor, source: Tensor) -> bool:
 
 
 def _baddbmm(call: Call, tensor: Tensor) -> _Scores:
-    tensors: list[Any] = [call.argument(n, i) for i, n in enumerate(("input", "batch1", "batch2"))]
+    tensors = call.args
     beta, alpha = (call.kwargs.get(n, 1) for n in ("beta", "alpha"))
-    if not all(isinstance(t, Tensor) for t in tensors) or not alpha:
+    if len(tensors) != 3 or not all(isinstance(t, Tensor) for t in tensors) or not alpha:
         raise OtherError
     added, left, right = tensors
     # With beta 0 nothing is added, not even what is not finite.

@@ -10,6 +10,14 @@ from torch import Tensor, fx
 
 from autopar._torch_compat import is_transformed, traced_graph, traced_node
 
+_OPERANDS = ("input", "other")
+_ARGUMENTS = {
+    **dict.fromkeys(("matmul", "mul", "multiply", "div", "true_divide", "divide", "add", "sub", "subtract"), _OPERANDS),
+    "bmm": ("input", "mat2"), "baddbmm": ("input", "batch1", "batch2"), "where": ("condition", "input", "other"),
+    "masked_fill": ("input", "mask", "value"), "cat": ("tensors", "dim"), "concat": ("tensors", "dim"),
+}  # fmt: skip
+"""Names of arguments in order, of functions that are often given them by name; of others the first one is ``input``."""
+
 
 class OtherError(Exception):
     """What is computed is something else than what was looked for."""
@@ -41,14 +49,18 @@ class Calls:
         name = name_of(func)
         if name not in self._names or traced_graph() is None:
             return
+        args, kwargs = _in_order(name, args, kwargs)
         made = result[0] if isinstance(result, tuple) and result else result
         tensors = _tensors(args)
-        if not isinstance(made, Tensor) or any(is_transformed(t) for t in (made, *tensors)):
+        # What is written to a tensor that is given by name otherwise would not be seen.
+        if not isinstance(made, Tensor) or not args or _tensors(tuple(kwargs.values())):
+            return
+        if any(is_transformed(t) for t in (made, *tensors)):
             return
         node, nodes = traced_node(made), tuple(traced_node(t) for t in tensors)
         # A function that gives its argument is none.
         if node is not None and node not in nodes:
-            self._calls[node] = Call(name, tuple(args), dict(kwargs), nodes)
+            self._calls[node] = Call(name, args, kwargs, nodes)
 
     def of(self, tensor: Any, *names: str) -> Call:
         """The call that made a tensor.
@@ -74,6 +86,16 @@ def name_of(func: Any) -> str:
 def is_last(d: Any, tensor: Tensor) -> bool:
     """Whether an argument is the number of a tensor's last dim."""
     return isinstance(d, int) and d in (-1, tensor.ndim - 1)
+
+
+def _in_order(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with those by position that were given by name."""
+    ordered, left = list(args), dict(kwargs)
+    for argument in _ARGUMENTS.get(name, ("input",))[len(args) :]:
+        if argument not in left:
+            break
+        ordered.append(left.pop(argument))
+    return tuple(ordered), left
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:

@@ -99,6 +99,8 @@ class ChunkStates(TorchFunctionMode):
             raise OtherError
         call, letters = self._calls.of(decay, "exp", "transpose"), list(names)
         if call.name == "transpose":
+            if len(call.args) != 3:
+                raise OtherError
             one, other = (d % decay.ndim for d in call.args[1:3])
             letters[one], letters[other] = letters[other], letters[one]
             call = self._calls.of(call.args[0], "exp")
