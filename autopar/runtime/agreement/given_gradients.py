@@ -18,6 +18,9 @@ from autopar.runtime.mesh import MeshContext
 TOLERANCE = 1e-3
 """By how much of a gradient's norm ranks may differ: kernels of other devices round otherwise."""
 
+PART = 2**20
+"""Numbers that are looked at together."""
+
 Figures = tuple[float, float]
 """A gradient's norm, and a sum that tells apart where in the tensor it lies."""
 
@@ -66,10 +69,15 @@ class GivenGradients:
 
 
 def _figures(gradient: torch.Tensor) -> Figures:
-    flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).reshape(-1).double()
-    places = torch.linspace(0.5, 1.5, flat.numel(), dtype=torch.float64, device=flat.device)
-    norm, total = torch.stack([flat.norm(), (flat * places).sum() / max(1.0, flat.numel()) ** 0.5]).tolist()
-    return norm, total
+    flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).reshape(-1)
+    total = torch.zeros(2, dtype=torch.float64, device=flat.device)
+    # Logits may be as large as the model: not all of them in float64 at a time.
+    for i, part in enumerate(torch.split(flat, PART)):
+        places = torch.arange(i * PART, i * PART + len(part), dtype=torch.float64, device=flat.device)
+        part = part.double()
+        total += torch.stack([part.square().sum(), (part * (0.5 + places / flat.numel())).sum()])
+    squares, weighted = total.tolist()
+    return squares**0.5, weighted / max(1, flat.numel()) ** 0.5
 
 
 def _alike(a: Figures | None, b: Figures | None) -> bool:
@@ -82,4 +90,4 @@ def _alike(a: Figures | None, b: Figures | None) -> bool:
 
 
 def _said(figures: Figures | None) -> str:
-    return "none" if figures is None else f"one of norm {figures[0]:.6g}" + f" ({figures[1]:.6g} weighted)"
+    return "none" if figures is None else f"one of norm {figures[0]:.6g} ({figures[1]:.6g} weighted by place)"
