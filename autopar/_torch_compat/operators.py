@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -108,11 +109,7 @@ def operator_database() -> list[Any]:
     Raises:
         ValueError: a package that torch's tests need is missing.
     """
-    try:
-        from torch.testing._internal.common_methods_invocations import op_db
-    except ModuleNotFoundError as e:
-        raise ValueError(f"torch's operator samples need {e.name}: pip install {e.name}") from e
-    return list(op_db)
+    return _database("common_methods_invocations", "op_db")
 
 
 def module_database() -> list[Any]:
@@ -121,8 +118,11 @@ def module_database() -> list[Any]:
     Raises:
         ValueError: a package that torch's tests need is missing.
     """
+    return _database("common_modules", "module_db")
+
+
+def _database(module: str, name: str) -> list[Any]:
     try:
-        from torch.testing._internal.common_modules import module_db
+        return list(getattr(import_module(f"torch.testing._internal.{module}"), name))
     except ModuleNotFoundError as e:
-        raise ValueError(f"torch's module samples need {e.name}: pip install {e.name}") from e
-    return list(module_db)
+        raise ValueError(f"torch's samples need {e.name}: pip install {e.name}") from e
