@@ -75,15 +75,16 @@ _MEMORY = "reads the memory of a tensor", "compute with torch, or read it before
 _GRADIENT = "reads a tensor's gradient", "read it before the call, and pass it as an argument or keep it in a buffer"
 _VERSION = "reads how often a tensor was written to", "count in an attribute or a buffer"
 
-_READS_MORE: dict[Any, tuple[str, tuple[str, str]]] = {
-    torch.Tensor.__dlpack__: ("__dlpack__()", _MEMORY),
-    torch.Tensor.data_ptr: ("data_ptr()", _MEMORY),
-    torch.Tensor.untyped_storage: ("untyped_storage()", _MEMORY),
-    torch.Tensor.storage: ("storage()", _MEMORY),
-    torch.Tensor.grad.__get__: (".grad", _GRADIENT),  # type: ignore[attr-defined]
-    torch.Tensor._version.__get__: ("._version", _VERSION),  # type: ignore[attr-defined]
+_READS_MORE = {
+    "__dlpack__": _MEMORY,
+    "data_ptr": _MEMORY,
+    "untyped_storage": _MEMORY,
+    "storage": _MEMORY,
+    "grad": _GRADIENT,
+    "_version": _VERSION,
 }
-"""What is of a tensor of the call, and not of the one that it stands for: its name, and why not and what instead."""
+"""Methods and attributes of a tensor of the call, which are not those of the tensor that it stands for: what reads them
+does, and what to do instead."""
 
 _READS_VALUES = frozenset(
     {
@@ -194,8 +195,8 @@ class Intercepts(TorchFunctionMode):
             return _set_data(args[0], args[1], self._memory)
         if not self.stride_read and func in _READS_STRIDES:
             self.stride_read = _own_line()
-        if func in _READS_MORE and is_traced(args[0]) and (line := _own_line()):
-            name, (what, instead) = _READS_MORE[func]
+        if (name := _name(func)) in _READS_MORE and is_traced(args[0]) and (line := _own_line()):
+            what, instead = _READS_MORE[name]
             raise CaptureError(f"the model {what} ({name}) at {line}, which no graph has; {instead}")
         if func in _READS_VALUES and not is_traced(args[0]):
             return _values(func, args, kwargs or {})
@@ -234,6 +235,12 @@ class Intercepts(TorchFunctionMode):
             *matrices,
             *(functools.partial(_check_arguments, leaf(n), said) for n, said in self.validated),
         )
+
+
+def _name(func: Any) -> str:
+    """Of a function of tensors, or of an attribute that is asked for."""
+    name: str = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+    return name
 
 
 def _values(func: Any, args: Any, kwargs: Any) -> Any:
