@@ -7,6 +7,7 @@ free, since what is kept is an argument of our operator; kernels that draw thems
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -278,7 +279,7 @@ def _by_function(
     formula, added, before, after, _, _, positions, _, *more = mask
     _, cap, hides, *_ = (*more, *(None, None, masked.NUMBERS)[len(more) :])
     (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
-    by_formula = cap is not None or hides == masked.ROWS
+    by_formula = cap is not None or hides in (masked.ROWS, masked.PLACES)
     scores = masked.pairs(q, k, before, after, positions, b * h if by_formula else 1)
     # Of a mask's rows each call of the formula writes a number and reads one or two.
     rows = max((math.prod(t.shape[:2]) for t in leaves), default=1)
@@ -334,17 +335,10 @@ def attention_masked_backward(
 
 
 @rule(by_rows.attention_rows)
-def attention_rows(query: Spec, key: Spec, value: Spec, bias: Spec | None, kept: Spec | None, *rest: Any) -> Rule:
+def attention_rows(query: Spec, key: Spec, value: Spec, bias: Spec | None, kept: Spec | None, *_: Any) -> Rule:
     """Attention by its formula, some rows at a time."""
-    extra = [*([] if bias is None else [_mask(bias)]), *_pairs(kept)]
-    return Rule(
-        f"{','.join([BHQD, BHKD, BHKE, *extra])}->{BHQE},b(hg)q",
-        blocked=_blocked(0.0, False),
-        sizes=_sizes(query, key),
-        flops=_flops(query, key, value, 2.0, False),
-        between=_formula(query, key, query, FORWARD_PASSES),
-        strides=ANY,
-    )
+    found = attention(query, key, value, bias, kept, 0.0, False, None)
+    return replace(found, lower={}, between=_formula(query, key, query, FORWARD_PASSES), strides=ANY)
 
 
 @rule(by_rows.attention_rows_backward)
@@ -353,18 +347,9 @@ def attention_rows_backward(
     *rest: Any,
 ) -> Rule:  # fmt: skip
     """Its gradients; of the bias, if it has one and it is wanted, the sum over what it is the same for."""
-    masks = [] if bias is None else [_mask(bias)]
-    inputs = [BHQE, BHQD, BHKD, BHKE, *masks, *_pairs(kept), BHQE, "b(hg)q"]
-    return Rule(
-        f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{masks[0] if masks and rest[-1] else '_'}",
-        blocked=_blocked(0.0, False),
-        reduce="bhgq",
-        linear=((0,),),
-        sizes=_sizes(query, key),
-        flops=_flops(query, key, value, 5.0, False),
-        between=_formula(query, key, query, BACKWARD_PASSES),
-        strides=ANY,
-    )
+    tensors = (grad, query, key, value, bias, kept, out, logsumexp)
+    found = attention_backward(*tensors, 0.0, False, None, rest[-1])
+    return replace(found, lower={}, between=_formula(query, key, query, BACKWARD_PASSES), strides=ANY)
 
 
 @rule(ours.attention_drawing)

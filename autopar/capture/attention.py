@@ -41,9 +41,7 @@ from autopar._torch_compat import (
 from autopar.capture.functions.attention_formula import Formulas
 from autopar.capture.intercepts import refuse_foreign_tensors
 from autopar.ir.graph import map_nodes
-from autopar.ir.ops.attention import attention, scaled_dot_product
-from autopar.ir.ops.formula.attention_rows import attention_rows
-from autopar.ir.ops.sequence.attention_sinks import attention_with_sinks
+from autopar.ir.ops.attention import scaled_dot_product
 
 aten = torch.ops.aten
 
@@ -108,23 +106,13 @@ class Attention(TorchFunctionMode):
         formula = self._formulas.formula(func, args)
         if formula is None:
             return None
-        query, key, value, bias, sinks = (formula.query, formula.key, formula.value, formula.bias, formula.sinks)
-        plain = sinks is None and formula.cap is None and not formula.hides_rows
-        if plain and formula.kept is None:
+        query, key, value, bias, found = formula.query, formula.key, formula.value, formula.bias, None
+        if formula.is_plain and formula.kept is None:
             found = self._attention(query, key, value, bias, scale=formula.scale, enable_gqa=True)
         elif _is_taken(query, key, value, bias, 0.0, False, True):
             key, value = self._unrepeated(query, key, value) or (key, value)
             query, key, value = (_as_autocast(t) for t in (query, key, value))
-            bias = None if bias is None else _bias(_as_autocast(bias), query)
-            kept, p, scale = formula.kept, formula.dropout_p, formula.scale
-            if sinks is not None:
-                found = attention_with_sinks(query, key, value, bias, sinks, scale)
-            elif plain:
-                found = attention(query, key, value, bias, kept, p, False, scale)[0]
-            else:
-                found = attention_rows(query, key, value, bias, kept, p, scale, formula.cap)[0]
-        else:
-            found = None
+            found = formula.attention(query, key, value, None if bias is None else _bias(_as_autocast(bias), query))
         # The last product is row-major.
         return None if found is None else found.reshape(*args[0].shape[:-1], args[1].shape[-1]).contiguous()
 

@@ -27,10 +27,14 @@ from torch import Tensor, fx
 
 from autopar._torch_compat import traced_graph, traced_node
 from autopar.capture.functions.calls import Call, Calls, OtherError, is_last, name_of
-from autopar.capture.functions.hidden_rows import HIDDEN, Part, may_hide_rows
+from autopar.capture.functions.dropped_weights import CASTS as _CASTS
+from autopar.capture.functions.dropped_weights import Kept, dropped
+from autopar.capture.functions.hidden_rows import HIDDEN, Part, may_hide_rows, places
+from autopar.ir.ops.attention import attention
+from autopar.ir.ops.formula.attention_rows import attention_rows
 from autopar.ir.ops.random import draw, dropout_draw
+from autopar.ir.ops.sequence.attention_sinks import attention_with_sinks
 
-_CASTS = frozenset(("to", "float", "double", "half", "bfloat16", "type_as", "type", "contiguous"))
 _VIEWS = frozenset(("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze"))
 _PRODUCTS = frozenset(("matmul", "bmm"))
 _STEPS = _CASTS | _VIEWS | _PRODUCTS
@@ -59,6 +63,7 @@ class Formula:
         kept: of the weights, what dropout keeps, of the shape of the scores.
         dropout_p: share of the elements that dropout drops.
         hides_rows: large numbers may hide all keys of a query.
+        placed: they are in the places of scores, not added to them.
     """
 
     query: Tensor
@@ -71,6 +76,23 @@ class Formula:
     kept: Tensor | None
     dropout_p: float
     hides_rows: bool
+    placed: bool
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """The result, of tensors as the operators take them."""
+        if self.sinks is not None:
+            return attention_with_sinks(query, key, value, bias, self.sinks, self.scale)
+        rest: tuple[Any, ...] = (bias, self.kept, self.dropout_p)
+        if self.is_plain:
+            found: Tensor = attention(query, key, value, *rest, False, self.scale)[0]
+        else:
+            found = attention_rows(query, key, value, *rest, self.scale, self.cap, self.placed)[0]
+        return found
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether kernels compute its weights."""
+        return self.sinks is None and self.cap is None and not self.hides_rows
 
 
 @dataclass(frozen=True)
@@ -118,29 +140,15 @@ class Formulas:
         self._kept: dict[fx.Node, tuple[Tensor, float]] = {}
 
     def dropout(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Dropout of a softmax's weights, with the draw of what it keeps as a tensor of its own; None: other dropout."""
-        if name_of(func) != "dropout" or traced_graph() is None:
+        """Dropout of a softmax's weights, whose draw is a tensor of its own; None: it is another function."""
+        given = dropped(self._calls, func, args, kwargs)
+        if given is None:
             return None
-        named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
-        weights, p = named.get("input"), named.get("p", 0.5)
-        plain = isinstance(weights, Tensor) and isinstance(p, float) and 0.0 < p < 1.0 and not named.get("inplace")
-        if not plain or named.get("training", True) is not True or not weights.is_contiguous():
-            return None
-        try:
-            call = self._calls.of(weights)
-            while call.name in _CASTS:
-                call = self._calls.of(call.args[0])
-        except OtherError:
-            return None
-        if call.name != "softmax":
-            return None
-        kept: Tensor = draw(
-            *dropout_draw(p, weights.dtype, list(weights.shape)), dtype=torch.bool, device=weights.device
-        )
-        found: Tensor = _Kept.apply(weights, kept, 1.0 / (1.0 - p))  # type: ignore[no-untyped-call]
+        kept: Tensor = draw(*dropout_draw(given.p, given.weights.dtype, list(given.weights.shape)), **given.options)
+        found: Tensor = Kept.apply(given.weights, kept, 1.0 / (1.0 - given.p))  # type: ignore[no-untyped-call]
         node = traced_node(found)
         if node is not None:
-            self._kept[node] = kept, p
+            self._kept[node] = kept, given.p
         return found
 
     def formula(self, func: Any, args: Sequence[Any]) -> Formula | None:
@@ -174,12 +182,15 @@ class Formulas:
         whole = torch.Size((*lead, queries, keys))
         # With a sink there is always something that a query sees.
         hides = scores.sinks is None and may_hide_rows(scores.parts, self._known, self._learned, queries, keys)
+        placed = places(scores.parts, self._known, self._learned) if hides else False
+        if placed is None:
+            raise OtherError  # gradients of some rows would be of either kind
         bias = None if scores.added is None else _bias(scores.added(), scores.shape, whole)
         if bias is not None and bias.dtype != q.dtype:
             raise OtherError  # a kernel would compute in the dtype of queries
         sinks = None if scores.sinks is None else scores.sinks.reshape(*lead, queries)
         kept = None if between.kept is None else between.kept.reshape(whole)
-        return Formula(q, k, v, bias, sinks, scores.scale, scores.cap, kept, between.dropout_p, hides)
+        return Formula(q, k, v, bias, sinks, scores.scale, scores.cap, kept, between.dropout_p, hides, placed)
 
     def _softmax(self, weights: Tensor) -> tuple[Tensor, _Weights]:
         """What the softmax is of, and what is made of it up to the last product."""
@@ -319,22 +330,6 @@ class Formulas:
             swaps and sorted(d % tensor.ndim for d in dims) == [tensor.ndim - 2, tensor.ndim - 1]
         )
         return source if is_last else tensor.transpose(-1, -2)
-
-
-class _Kept(torch.autograd.Function):
-    """What is left of weights."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, kept: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(kept)
-        ctx.scale = scale
-        found: Tensor = torch.ops.aten.native_dropout_backward(weights, kept, scale)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (kept,) = ctx.saved_tensors
-        return _Kept.apply(grad, kept, ctx.scale), None, None  # type: ignore[no-untyped-call]
 
 
 def _sum(before: Callable[[], Tensor] | None, bias: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from autopar.ir.ops.formula.attention_rows import attention_rows, attention_rows
 from autopar.ir.ops.sequence.masked_attention import (
     INFINITY,
     NUMBERS,
+    PLACES,
     ROWS,
     attention_masked,
     attention_masked_backward,
@@ -42,8 +43,9 @@ from autopar.ir.ops.sequence.masked_attention import (
 from autopar.ir.program import Program
 from autopar.passes.canonicalize.masks.constants import SAME, VIEWS, Constants, value_of
 from autopar.passes.canonicalize.masks.learned import Sums, end_of, give_gradients, gradient_of_bias, sums_of
+from autopar.passes.canonicalize.masks.lookups import Lookup
 from autopar.passes.canonicalize.masks.positions import Window
-from autopar.passes.canonicalize.masks.walk import Lookup, Opaque, Walk
+from autopar.passes.canonicalize.masks.walk import Opaque, Walk
 
 aten = torch.ops.aten
 
@@ -146,7 +148,8 @@ def _is_unmasked(node: fx.Node) -> bool:
 def _has_more(node: fx.Node) -> bool:
     """Whether attention has dropout, or a causal mask beside its bias."""
     kept = node.args[4 if node.target in _FORWARD else 5] is not None
-    return kept or bool({attention: node.args[6], attention_backward: node.args[9:10] == (True,)}.get(node.target, False))
+    causal = {attention: 6, attention_backward: 9}.get(node.target)
+    return kept or (causal is not None and bool(node.args[causal]))
 
 
 @dataclass(frozen=True)
@@ -260,14 +263,15 @@ def _rewrite(graph: fx.Graph, node: fx.Node, mask: _Mask, shape: tuple[int, ...]
     after = far if mask.window.high is None else min(mask.window.high, far)
     is_all = before >= queries - 1 and after >= keys - 1
     is_causal = queries == keys and before >= queries - 1 and after == 0
-    scale, cap = (rest[-2:] if forward else rest[-3:-1]) if by_rows else (rest[-1 if forward else -2], None)
+    scale, cap, placed = (rest[-3:] if forward else rest[-4:-1]) if by_rows else (
+        rest[-1 if forward else -2], None, False)  # fmt: skip
     saved = () if forward else rest[:2]
     if not mask.formula and (is_all or is_causal) and cap is None:
         numbers: tuple[Any, ...] = (None, None, *saved, 0.0, is_causal and not is_all, scale)
         node.target, node.args = (attention, (*tensors, *numbers)) if forward else (
             attention_backward, (*tensors, *numbers, False))  # fmt: skip
     else:
-        hides = INFINITY if mask.is_exact else ROWS if by_rows else NUMBERS
+        hides = INFINITY if mask.is_exact else NUMBERS if not by_rows else PLACES if placed else ROWS
         numbers = (mask.formula, mask.added, before, after, 0, 0, keys, scale, mask.table, cap, hides)
         node.target = attention_masked if forward else attention_masked_backward
         wanted = () if forward else (bool(rest[-1]) and mask.table is not None,)

@@ -26,7 +26,7 @@ from torch import fx
 
 from autopar.ir.graph import insert_call
 from autopar.passes.canonicalize.masks.constants import SAME, VIEWS, Constants, value_of
-from autopar.passes.canonicalize.masks.walk import Lookup
+from autopar.passes.canonicalize.masks.lookups import Lookup
 
 aten = torch.ops.aten
 
@@ -34,6 +34,7 @@ _UNARY = (
     *SAME, *VIEWS, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.permute.default, aten.neg.default,
     aten.transpose.int, aten.t.default, aten.sum.dim_IntList,
 )  # fmt: skip
+_ZEROS = (aten.new_zeros.default, aten.zeros_like.default, aten.zeros.default)
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 
 
@@ -52,7 +53,7 @@ def sums_of(graph: fx.Graph, biases: Iterable[fx.Node], known: Constants) -> lis
     refused: list[set[fx.Node]] = []
     for node in graph.nodes:
         inputs = [n for n in node.all_input_nodes if n in group]
-        if not inputs or node in group:
+        if not inputs or node in group or node.target in _ZEROS:
             continue
         rows = _rows(node, inputs)
         joined = set().union(*(group[n] for n in inputs))
@@ -85,9 +86,9 @@ def _rows(node: fx.Node, inputs: Sequence[fx.Node]) -> fx.Node | None:
         found: fx.Node = args[1]
         return found if args[3] < 0 and not args[4] else None
     if node.target is aten.index_put.default and args[2] in inputs and args[0] not in inputs:
-        plain = len(args) > 3 and args[3] and len(args[1]) == 1 and args[0].target in (aten.full.default, aten.zeros.default)
+        plain = len(args) > 3 and args[3] and len(args[1]) == 1
         rows: fx.Node = args[1][0]
-        return rows if plain and (args[0].target is aten.zeros.default or args[0].args[1] == 0) else None
+        return rows if plain and args[0].target in _ZEROS else None
     return None
 
 
@@ -99,8 +100,9 @@ def _is_linear(node: fx.Node, inputs: Sequence[fx.Node], known: Constants) -> bo
     if node.target is aten.add.Tensor:
         return not node.kwargs and all(isinstance(a, fx.Node) and a in inputs for a in args)
     if node.target in _PRODUCTS:
-        return args[0] in inputs and args[1] not in inputs or (args[1] in inputs and node.target is aten.mul.Tensor
-                                                               and args[0] not in inputs)
+        return (args[0] in inputs and args[1] not in inputs) or (
+            args[1] in inputs and node.target is aten.mul.Tensor and args[0] not in inputs
+        )
     if node.target is aten.masked_fill.Scalar:
         return args[0] in inputs and args[1] not in inputs and args[2] == 0
     if node.target is aten.where.self:
@@ -114,9 +116,7 @@ def end_of(lookups: Sequence[Lookup], end: fx.Node, rows: fx.Node) -> Lookup | N
     return found[0] if len({x.table for x in found}) == 1 else None
 
 
-def give_gradients(
-    graph: fx.Graph, sums: Sums, lookups: Mapping[fx.Node, Sequence[Lookup]]
-) -> None:
+def give_gradients(graph: fx.Graph, sums: Sums, lookups: Mapping[fx.Node, Sequence[Lookup]]) -> None:
     """Put attention's own gradients of tables in the place of those behind the gradients of biases.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from autopar._torch_compat import FakeTensor, OpOverload
 from autopar.ir.graph import inherit_origin, insert_call
 from autopar.ir.node_info import info, set_info
 from autopar.passes.canonicalize.masks.constants import FILLED, LIKE, SAME, VIEWS, Constants, value_of
+from autopar.passes.canonicalize.masks.lookups import Lookup, lookup_of
 from autopar.passes.canonicalize.masks.positions import Linear, Window, positions_of_runs
 
 aten = torch.ops.aten
@@ -42,39 +43,6 @@ class Opaque(Exception):  # noqa: N818
 
 Views = tuple[int, ...]
 """Where dims of size 1 are put in, one after the other: how many dims are to the right of each."""
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """Rows ``[..., queries, keys]`` of a table ``[rows, heads]``, which is below ``offset`` rows of others."""
-
-    table: fx.Node
-    rows: fx.Node
-    offset: int
-
-
-def lookup_of(node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
-    """The table of `look_up`, its rows, and whether these may be negative; None: a node is something else."""
-    args: Any = node.args
-    if node.target is not aten.permute.default:
-        return None
-    source, order = args
-    table, rows, wraps = None, None, source.target is aten.index.Tensor
-    if source.target is aten.embedding.default:
-        table, rows, *rest = source.args
-        if any(rest[1:]) or source.kwargs or (rest and rest[0] >= 0):
-            return None  # gradients of some rows are other ones
-    elif wraps and len(source.args[1]) == 1:
-        table, (rows,) = source.args
-    if table is None or rows is None or value_of(table).ndim != 2 or value_of(rows).dtype == torch.bool:
-        return None
-    n = value_of(rows).ndim
-    return (table, rows, wraps) if [d % (n + 1) for d in order] == [*range(n - 2), n, n - 2, n - 1] else None
-
-
-def table_dtype(table: fx.Node) -> torch.dtype:
-    """The dtype of a table's numbers."""
-    return value_of(table).dtype
 
 
 class Walk:
@@ -211,7 +179,9 @@ class Walk:
             return None
         table, rows, wraps = found
         (count, heads), before = value_of(table).shape, [value_of(x.table) for x in self.lookups]
-        if heads not in (1, self.shape[1]) or any(t.shape[1] != heads or t.dtype != table_dtype(table) for t in before):
+        if heads not in (1, self.shape[1]) or any(
+            t.shape[1] != heads or t.dtype != value_of(table).dtype for t in before
+        ):
             return None
         place = self.formula(rows, (2, *views))
         if wraps:  # negative numbers of rows count from the end

@@ -11,7 +11,7 @@ Before::
 
 After::
 
-    out, logsumexp = autopar.attention_rows(q, k, v, bias, None, 0.0, scale, cap)
+    out, logsumexp = autopar.attention_rows(q, k, v, bias, None, 0.0, scale, cap, False)
 
 A bias that is a function of queries and of keys is replaced by it, see `autopar.passes.canonicalize.masks`.
 """
@@ -29,7 +29,7 @@ from autopar.ir.ops import attention_kernels as kernels
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? kept"
-_NUMBERS = "float dropout_p, float? scale, float? cap"
+_NUMBERS = "float dropout_p, float? scale, float? cap, bool placed"
 _library.define(f"attention_rows({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
 _library.define(
     f"attention_rows_backward(Tensor grad, {_TENSORS}, Tensor out, Tensor logsumexp, {_NUMBERS}, bool bias_gradient) "
@@ -48,6 +48,7 @@ Args:
     dropout_p: share of the elements that dropout drops.
     scale: of the scores; None: ``head ** -0.5``.
     cap: scores are ``cap * tanh(scores / cap)``; None: as they are.
+    placed: large numbers of the bias are in the places of scores, which have no gradients; they are not added to them.
 
 Returns:
     The result, ``[batch, heads, queries, value_head]``, and the logarithm of each query's sum of exponentials.
@@ -80,7 +81,7 @@ def _some(tensor: Tensor | None, rows: slice) -> Tensor | None:
 
 def _attention_rows(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, dropout_p: float,
-    scale: float | None, cap: float | None,
+    scale: float | None, cap: float | None, placed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     made = [
         kernels.math(
@@ -94,7 +95,7 @@ def _attention_rows(
 
 def _attention_rows_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, out: Tensor,
-    logsumexp: Tensor, dropout_p: float, scale: float | None, cap: float | None, bias_gradient: bool,
+    logsumexp: Tensor, dropout_p: float, scale: float | None, cap: float | None, placed: bool, bias_gradient: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wide = kernels.wide_dtype(query)
     of_query, (of_key, of_value) = torch.empty_like(query), (torch.zeros_like(t, dtype=wide) for t in (key, value))
@@ -102,7 +103,7 @@ def _attention_rows_backward(
     for rows in _bands(query, key):
         found = kernels.math_backward(
             grad[:, :, rows], query[:, :, rows], key, value, _some(bias, rows), _some(kept, rows), out[:, :, rows],
-            logsumexp[:, :, rows], dropout_p, False, scale, bias_gradient, cap, True,
+            logsumexp[:, :, rows], dropout_p, False, scale, bias_gradient, cap, True, placed,
         )  # fmt: skip
         of_query[:, :, rows] = found[0]
         of_key += found[1]
@@ -149,8 +150,8 @@ def _differentiated(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Te
 def _of_formula(grad: Tensor, tensors: Sequence[Any], numbers: Sequence[Any], wanted: bool) -> list[Tensor | None]:
     """Gradients of the formula, for gradients of gradients."""
     query, key, value, bias, kept = tensors
-    dropout_p, scale, cap = numbers
-    out = kernels.math(query, key, value, bias, kept, dropout_p, False, scale, cap, True)[0]
+    dropout_p, scale, cap, placed = numbers
+    out = kernels.math(query, key, value, bias, kept, dropout_p, False, scale, cap, True, placed)[0]
     of = [query, key, value, *([bias] if wanted else [])]
     differentiated = [t for t in of if t.requires_grad]
     found = iter(torch.autograd.grad(out, differentiated, grad, create_graph=True))

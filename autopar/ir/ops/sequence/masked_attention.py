@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from autopar.ir.ops import attention_kernels as kernels
-from autopar.ir.ops.formula.look_up import look_up
 
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -64,7 +63,7 @@ Args:
     scale: of the scores; None: ``head ** -0.5``.
     table: ``[rows, heads]`` or ``[rows, 1]``, the formula's last leaf, which it looks up and which may be learned.
     cap: scores are ``cap * tanh(scores / cap)`` before the mask; None: as they are.
-    hides: what hides keys: `INFINITY`, `NUMBERS` or `ROWS`.
+    hides: what hides keys: `INFINITY`, `NUMBERS`, `ROWS` or `PLACES`.
 
 Returns:
     The result ``[batch, heads, queries, value_head]``, and the logarithm of each query's sum of exponentials; `NOTHING`
@@ -74,8 +73,11 @@ Returns:
 attention_masked_backward = torch.ops.autopar.attention_masked_backward.default
 """Gradients of query, key, value and table; that of the table is empty where it is not asked for."""
 
-INFINITY, NUMBERS, ROWS = "infinity", "numbers", "rows"
-"""Minus infinity alone, so that parts of a row may be joined; large numbers, too; and maybe all keys of a query."""
+INFINITY, NUMBERS, ROWS, PLACES = "infinity", "numbers", "rows", "places"
+"""Minus infinity alone, so that parts of a row may be joined; large numbers, too; and maybe all keys of a query.
+
+Of the last two, large numbers are added to scores, whose gradients are those of the sum, or stand in their places.
+"""
 
 NOTHING = -1e30
 """The logarithm of no exponentials: finite, so that differences of two of them are numbers."""
@@ -241,19 +243,19 @@ class _Mask:
     @property
     def by_formula(self) -> bool:
         """Whether no kernel computes it."""
-        return self.cap is not None or self.hides == ROWS
+        return self.cap is not None or self.hides in (ROWS, PLACES)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """Result and logarithm of some queries."""
         if self.by_formula:
-            by_rows = self.hides == ROWS
+            by_rows = self.hides in (ROWS, PLACES)
             return kernels.math(query, key, value, bias, None, 0.0, False, self.scale, self.cap, by_rows)
         return kernels.forward(query, key, value, bias, 0.0, False, self.scale)[:2]
 
     def backward(self, tensors: Sequence[Any], saved: tuple[Tensor, Tensor], learned: bool) -> tuple[Tensor, ...]:
         """Gradients of query, key, value and bias."""
         if self.by_formula:
-            rest = (0.0, False, self.scale, learned, self.cap, self.hides == ROWS)
+            rest = (0.0, False, self.scale, learned, self.cap, self.hides in (ROWS, PLACES), self.hides == PLACES)
             return kernels.math_backward(*tensors, None, *saved, *rest)
         return kernels.backward(*tensors, *saved, None, None, 0.0, False, self.scale, learned)
 
