@@ -39,6 +39,7 @@ from autopar.ir.ops.sequence.masked_attention import (
     ROWS,
     attention_masked,
     attention_masked_backward,
+    has_table_gradient,
 )
 from autopar.ir.program import Program
 from autopar.passes.canonicalize.masks.constants import SAME, VIEWS, Constants, value_of
@@ -106,7 +107,7 @@ def _learned(
     graph: fx.Graph, known: Constants, given: Mapping[fx.Node, _Mask], gradients: Mapping[fx.Node, fx.Node]
 ) -> list[Sums]:
     """Sums of gradients of biases that can be those of tables."""
-    of = {g: given[n].lookups if n in given else () for n, g in gradients.items()}
+    of = {g: given[n].lookups if n in given and given[n].has_gradient else () for n, g in gradients.items()}
     found = sums_of(graph, gradients.values(), known)
     while True:
         # A bias that stays for one attention does for all of its readers, and with these for all of their sums.
@@ -225,6 +226,11 @@ class _Mask:
     window: Window
     is_exact: bool
     lookups: tuple[Lookup, ...]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the operator has a gradient of the table."""
+        return self.table is not None and has_table_gradient(self.formula, len(self.leaves) + 1)
 
 
 def _mask(graph: fx.Graph, known: Constants, root: _Root, shape: tuple[int, ...]) -> _Mask | None:

@@ -31,6 +31,9 @@ import torch
 from torch import Tensor
 
 from autopar.ir.ops import attention_kernels as kernels
+from autopar.ir.ops.formula import of_tables
+from autopar.ir.ops.formula.look_up import look_up
+from autopar.ir.ops.formula.of_tables import Of
 
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -138,17 +141,23 @@ def evaluate(formula: str, leaves: Sequence[Any]) -> Any:
     ``%i`` is leaf ``i``, or what a call before gave, counted on from the leaves; a mapping at the end has arguments by
     name. The last one's is the value.
     """
+    return _values(formula, leaves)[-1]
+
+
+def _values(formula: str, leaves: Sequence[Any]) -> list[Any]:
+    """Of leaves and of all calls."""
     found = list(leaves)
     for target, args, kwargs in _calls(formula):
-        found.append(target(*(found[a.number] if isinstance(a, _Of) else a for a in args), **kwargs))
-    return found[-1]
+        found.append(target(*(found[a.number] if isinstance(a, Of) else a for a in args), **kwargs))
+    return found
 
 
-class _Of:
-    """A leaf, or a call's value."""
+def has_table_gradient(formula: str, leaves: int) -> bool:
+    """Whether there is a gradient of the table that a formula looks up, of which that is the last of its leaves."""
+    return of_tables.has_gradient([call[:2] for call in _calls(formula)], leaves - 1)
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+
+_OWN = {str(look_up): look_up}
 
 
 @lru_cache(256)
@@ -158,8 +167,8 @@ def _calls(formula: str) -> tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], .
         kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
         named = {k: getattr(torch, v) if k == "dtype" else v for k, v in kwargs.items()}
         namespace, operator, overload = name.split(".")
-        target = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
-        read = tuple(_Of(int(a[1:])) if isinstance(a, str) else a for a in args)
+        target = _OWN[name] if name in _OWN else getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+        read = tuple(Of(int(a[1:])) if isinstance(a, str) else a for a in args)
         found.append((target, read, named))
     return tuple(found)
 
@@ -179,7 +188,7 @@ def _bias(
         seen = of <= at + mask.after
         shown = seen if shown is None else shown & seen
     if mask.formula:
-        value = _value(leaves, table, ends, mask)
+        value = evaluate(mask.formula, _read(leaves, table, ends))
         if mask.added:
             bias = value.to(query.dtype)
         else:
@@ -194,23 +203,18 @@ def _bias(
     return bias, (bias == -math.inf).all(-1)
 
 
-def _value(leaves: Sequence[Tensor], table: Tensor | None, ends: tuple[int, int, int, int], mask: _Mask) -> Tensor:
-    """What a formula gives for some queries and keys."""
-    read = [*(_part(t, ends) for t in leaves), *([] if table is None else [table])]
-    found: Tensor = evaluate(mask.formula, read)
-    return found
+def _read(leaves: Sequence[Tensor], table: Tensor | None, ends: tuple[int, int, int, int]) -> list[Tensor]:
+    """What a formula reads for some queries and keys."""
+    return [*(_part(t, ends) for t in leaves), *([] if table is None else [table])]
 
 
 def _of_table(
     leaves: Sequence[Tensor], table: Tensor, ends: tuple[int, int, int, int], mask: _Mask, of_bias: Tensor
 ) -> Tensor:
     """The gradient of a table, from that of what some queries and keys make of it."""
-    with torch.enable_grad():
-        learned = table.detach().requires_grad_()
-        bias = _value(leaves, learned, ends, mask)
-        of_bias = of_bias.to(bias.dtype).sum_to_size(bias.shape)
-        (found,) = torch.autograd.grad(bias, learned, of_bias)
-    return found
+    values = _values(mask.formula, _read(leaves, table, ends))
+    of_bias = of_bias.to(values[-1].dtype).sum_to_size(values[-1].shape)
+    return of_tables.gradient([call[:2] for call in _calls(mask.formula)], values, len(leaves), of_bias)
 
 
 def _part(leaf: Tensor, ends: tuple[int, int, int, int]) -> Tensor:
