@@ -277,13 +277,13 @@ def _by_function(
 ) -> dict[str, Any]:  # fmt: skip
     """What forward and backward under a mask's function have in common; ``lower``: of queries, and with keys."""
     formula, added, before, after, _, _, positions, _, *more = mask
-    _, cap, hides, *_ = (*more, *(None, None, masked.NUMBERS)[len(more) :])
+    table, cap, hides, *_ = (*more, *(None, None, masked.NUMBERS)[len(more) :])
     (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
     by_formula = cap is not None or hides in (masked.ROWS, masked.PLACES)
     scores = masked.pairs(q, k, before, after, positions, b * h if by_formula else 1)
     # Of a mask's rows each call of the formula writes a number and reads one or two.
     rows = max((math.prod(t.shape[:2]) for t in leaves), default=1)
-    calls = 3 + formula.count("[")
+    calls = 3 + formula.count("[") + (0 if table is None else 2 * table.shape[1])
     split = in_parts.is_windowed(before, after, q, k)
     # Sums of blocks cannot tell a row that is hidden by large numbers from one that is hidden. Of a device with one key
     # no shape says which leaves have keys.

@@ -42,6 +42,7 @@ from autopar.ir.ops.sequence.masked_attention import (
     has_table_gradient,
 )
 from autopar.ir.program import Program
+from autopar.passes.canonicalize.masks.by_distance import look_up_by_distance
 from autopar.passes.canonicalize.masks.constants import SAME, VIEWS, Constants, value_of
 from autopar.passes.canonicalize.masks.learned import Sums, end_of, give_gradients, gradient_of_bias, sums_of
 from autopar.passes.canonicalize.masks.lookups import Lookup
@@ -61,6 +62,7 @@ def masks_by_function(program: Program) -> Program:
         return program
     graph = copy_graph(program.graph)
     known = Constants(graph)
+    look_up_by_distance(graph.graph, known)
     nodes = [n for n in graph.graph.nodes if _bias(n) is not None]
     given = _given(graph.graph, known, nodes)
     gradients = {n: g for n in nodes if n.target in _BACKWARD and n.args[-1] and (g := gradient_of_bias(n)) is not None}

@@ -155,7 +155,8 @@ class Walk:
         args = [self.formula(a, views) if isinstance(a, fx.Node) else a for a in node.args]
         if any(isinstance(a, float) and not math.isfinite(a) for a in args):
             raise Opaque
-        self.is_moderate &= all(abs(a) <= _MODERATE for a in args if not isinstance(a, str))
+        if value_of(node).is_floating_point():  # others are positions and the like
+            self.is_moderate &= all(abs(a) <= _MODERATE for a in args if not isinstance(a, str))
         return self._call(str(target), *args)
 
     def _note_size(self, leaf: fx.Node, shape: list[int]) -> None:
