@@ -71,6 +71,12 @@ def capped(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.where(causal(x), 2.0 * scores, torch.finfo(x.dtype).min).softmax(-1) @ v[:, :1]
 
 
+def of_cogview(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As LayoutLM has it: scores less the largest, in a form that does not overflow."""
+    scores = (q @ k[:, :1].mT + m.bias) / 32
+    return ((scores - scores.amax(dim=-1).unsqueeze(-1)) * 32).softmax(-1) @ v[:, :1]
+
+
 def capped_and_dropped(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.tanh(q @ k[:, :1].mT) + m.bias
     return functional.dropout(scores.softmax(-1), 0.5) @ v[:, :1]
@@ -83,7 +89,7 @@ def hidden_by_numbers(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Ten
 
 FORMULAS: dict[str, Callable[..., Tensor]] = {
     "sinks": sinks, "distances": distances, "learned": learned, "dropped": dropped, "capped": capped,
-    "capped and dropped": capped_and_dropped, "hidden by numbers": hidden_by_numbers,
+    "cogview": of_cogview, "capped and dropped": capped_and_dropped, "hidden by numbers": hidden_by_numbers,
 }  # fmt: skip
 
 

@@ -312,11 +312,14 @@ class Formulas:
 
     def _is_maximum(self, tensor: Any, of: Tensor) -> bool:
         """Whether a tensor is the largest score of each query."""
-        call = self._calls.of(tensor)
+        call, apart = self._calls.of(tensor), False
+        if call.name == "unsqueeze":
+            apart = is_last(call.argument("dim", 1), of)
+            call = self._calls.of(call.args[0])
         (source, *rest) = call.args
         d, kept = (call.kwargs.get(n, (*rest, None, None)[i]) for i, n in enumerate(("dim", "keepdim")))
         same = isinstance(source, Tensor) and traced_node(source) is traced_node(of)
-        return call.name in ("max", "amax") and same and is_last(d, of) and kept is True
+        return call.name in ("max", "amax") and same and is_last(d, of) and bool(kept) != apart
 
     def _transposed(self, tensor: Tensor) -> Tensor:
         """Keys of transposed ones: those that were transposed, if they still are what they were."""

@@ -86,8 +86,8 @@ def _rows(node: fx.Node, inputs: Sequence[fx.Node]) -> fx.Node | None:
         found: fx.Node = args[1]
         return found if args[3] < 0 and not args[4] else None
     if node.target is aten.index_put.default and args[2] in inputs and args[0] not in inputs:
-        plain = len(args) > 3 and args[3] and len(args[1]) == 1
-        rows: fx.Node = args[1][0]
+        plain = len(args) > 3 and args[3] and len(args[1]) in (1, 2) and None not in args[1]
+        rows: fx.Node = args[1][-1]
         return rows if plain and args[0].target in _ZEROS else None
     return None
 
@@ -131,10 +131,11 @@ def give_gradients(graph: fx.Graph, sums: Sums, lookups: Mapping[fx.Node, Sequen
                 lookup = end_of(lookups[g], end, rows) if g in sums.biases else None
                 if lookup is None:
                     continue
-                size = value_of(lookup.table).shape[0]
-                term = g
+                size, term = lookup.shape[0], g
                 if value_of(g).shape[0] != size:
                     term = insert_call(graph, end, aten.slice.Tensor, g, 0, lookup.offset, lookup.offset + size)
+                if lookup.turned:
+                    term = insert_call(graph, end, aten.permute.default, term, [1, 0])
                 total = term if total is None else insert_call(graph, end, aten.add.Tensor, total, term)
         assert total is not None
         end.replace_all_uses_with(total)

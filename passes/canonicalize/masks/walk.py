@@ -175,23 +175,25 @@ class Walk:
 
     def _looked_up(self, node: fx.Node, views: Views) -> str | None:
         """A number of each head that a table has for a query and a key; None: it is something else."""
-        found = lookup_of(node)
+        found = lookup_of(node, self.known)
         if found is None or any(right <= 2 for right in views):
             return None
-        table, rows, wraps = found
-        (count, heads), before = value_of(table).shape, [value_of(x.table) for x in self.lookups]
+        (count, heads), others = found.shape, self.lookups
+        dtype = value_of(found.table).dtype
         if heads not in (1, self.shape[1]) or any(
-            t.shape[1] != heads or t.dtype != value_of(table).dtype for t in before
+            x.shape[1] != heads or value_of(x.table).dtype != dtype for x in others
         ):
             return None
-        place = self.formula(rows, (2, *views))
-        if wraps:  # negative numbers of rows count from the end
+        place = self.formula(found.rows, () if found.turned else (2, *views))
+        if found.wraps:
             place = self._call("aten.remainder.Scalar", place, count)
-        offset = next((x.offset for x in self.lookups if x.table is table), sum(len(t) for t in before))
+        tables = {(x.table, x.turned): x for x in others}
+        before = tables.get((found.table, found.turned))
+        offset = sum(x.shape[0] for x in tables.values()) if before is None else before.offset
         if offset:
             place = self._call("aten.add.Tensor", place, offset)
-        if not any(x.table is table and x.rows is rows for x in self.lookups):
-            self.lookups.append(Lookup(table, rows, offset))
+        if not any(x.table is found.table and x.rows is found.rows for x in others):
+            others.append(replace(found, offset=offset))
         return self._call("autopar.look_up.default", TABLE, place)
 
     def _leaf(self, node: Any, views: Views) -> str:
@@ -367,8 +369,11 @@ class Walk:
 
     def _placed_tables(self, graph: fx.Graph, origin: fx.Node) -> fx.Node:
         """The tables as one tensor."""
-        tables = list(dict.fromkeys(x.table for x in self.lookups))
-        return tables[0] if len(tables) == 1 else insert_call(graph, origin, aten.cat.default, tables, 0)
+        parts = [
+            insert_call(graph, origin, aten.permute.default, table, [1, 0]) if turned else table
+            for table, turned in dict.fromkeys((x.table, x.turned) for x in self.lookups)
+        ]
+        return parts[0] if len(parts) == 1 else insert_call(graph, origin, aten.cat.default, parts, 0)
 
     def _place(self, graph: fx.Graph, origin: fx.Node, leaf: Any, views: Views) -> fx.Node:
         """A leaf as a tensor of four dims."""
