@@ -276,8 +276,9 @@ def _by_function(
     lower: tuple[Any, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """What forward and backward under a mask's function have in common; ``lower``: of queries, and with keys."""
-    formula, added, before, after, _, _, positions, _, *more = mask
-    table, cap, hides, *_ = (*more, *(None, None, masked.NUMBERS)[len(more) :])
+    formula, added, before, after, _, _, positions, *_ = mask
+    # Arguments that are left out have their defaults.
+    table, cap, hides = (mask[i] if len(mask) > i else n for i, n in ((8, None), (9, None), (10, masked.NUMBERS)))
     (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
     by_formula = cap is not None or hides in (masked.ROWS, masked.PLACES)
     scores = masked.pairs(q, k, before, after, positions, b * h if by_formula else 1)

@@ -151,8 +151,8 @@ def _is_unmasked(node: fx.Node) -> bool:
 def _has_more(node: fx.Node) -> bool:
     """Whether attention has dropout, or a causal mask beside its bias."""
     kept = node.args[4 if node.target in _FORWARD else 5] is not None
-    causal = {attention: 6, attention_backward: 9}.get(node.target)
-    return kept or (causal is not None and bool(node.args[causal]))
+    plain = node.target in (attention, attention_backward)
+    return kept or (plain and bool(node.args[6 if node.target is attention else 9]))
 
 
 @dataclass(frozen=True)

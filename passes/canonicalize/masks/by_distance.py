@@ -25,7 +25,7 @@ from torch import fx
 from autopar._torch_compat import FakeTensor, OpOverload
 from autopar.ir.graph import inherit_origin, insert_call, map_nodes
 from autopar.ir.node_info import info, set_info
-from autopar.passes.canonicalize.masks.constants import FILLED, LIKE, Constants, value_of
+from autopar.passes.canonicalize.masks.constants import NUMBERS, Constants, value_of
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def _function(rows: fx.Node, known: Constants, order: dict[fx.Node, int]) -> _Fu
     pending, found, differences = [rows], set[fx.Node](), set[fx.Node]()
     while pending:
         node = pending.pop()
-        if node in found or node in differences or node.target in FILLED or node.target in LIKE:
+        if node in found or node in differences or node.target in NUMBERS:
             continue
         if node.target is aten.sub.Tensor and not node.kwargs and _range(node, known) is not None:
             differences.add(node)
@@ -143,7 +143,7 @@ def _rewrite(
 
 def _number(graph: fx.Graph, rows: fx.Node, node: fx.Node) -> fx.Node:
     """What makes one number, as a tensor of one element."""
-    filled = (FILLED | LIKE)[node.target]
+    filled = NUMBERS[node.target]
     number = node.args[1] if filled is None else filled
     like = value_of(node)
     return _made(graph, rows, aten.full.default, ([1], number), {"dtype": like.dtype, "device": like.device})

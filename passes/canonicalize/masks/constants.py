@@ -22,6 +22,7 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, ate
 
 FILLED = {aten.zeros.default: 0, aten.ones.default: 1, aten.full.default: None}
 LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None}
+NUMBERS: dict[Any, Any] = FILLED | LIKE
 """Operators that make one number, and which; None: it is an argument."""
 
 _LARGEST = 2**22
@@ -44,7 +45,7 @@ class Constants:
         if not isinstance(node, fx.Node):
             return node
         if node.target in FILLED or node.target in LIKE:
-            filled = (FILLED | LIKE)[node.target]
+            filled: Any = NUMBERS[node.target]
             filled = node.args[1] if filled is None else filled
             return None if isinstance(filled, fx.Node) else filled
         if node.target is aten.expand.default:

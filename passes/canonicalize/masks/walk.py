@@ -156,7 +156,7 @@ class Walk:
         if any(isinstance(a, float) and not math.isfinite(a) for a in args):
             raise Opaque
         if value_of(node).is_floating_point():  # others are positions and the like
-            self.is_moderate &= all(abs(a) <= _MODERATE for a in args if not isinstance(a, str))
+            self.is_moderate &= all(abs(a) <= _MODERATE for a in args if isinstance(a, int | float))
         return self._call(str(target), *args)
 
     def _note_size(self, leaf: fx.Node, shape: list[int]) -> None:

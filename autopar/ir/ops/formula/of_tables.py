@@ -46,7 +46,8 @@ def _same(grad: Tensor, at: int, *_: Any) -> Tensor:
 
 
 def _product(grad: Tensor, at: int, *factors: Any) -> Tensor:
-    return grad * factors[1 - at]
+    found: Tensor = grad * factors[1 - at]
+    return found
 
 
 _BACK: dict[Any, Callable[..., Tensor]] = {

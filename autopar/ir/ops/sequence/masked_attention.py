@@ -256,12 +256,33 @@ class _Mask:
             return kernels.math(query, key, value, bias, None, 0.0, False, self.scale, self.cap, by_rows)
         return kernels.forward(query, key, value, bias, 0.0, False, self.scale)[:2]
 
-    def backward(self, tensors: Sequence[Any], saved: tuple[Tensor, Tensor], learned: bool) -> tuple[Tensor, ...]:
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, out: Tensor, log: Tensor,
+        learned: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Gradients of query, key, value and bias."""
         if self.by_formula:
-            rest = (0.0, False, self.scale, learned, self.cap, self.hides in (ROWS, PLACES), self.hides == PLACES)
-            return kernels.math_backward(*tensors, None, *saved, *rest)
-        return kernels.backward(*tensors, *saved, None, None, 0.0, False, self.scale, learned)
+            by_rows, placed = self.hides in (ROWS, PLACES), self.hides == PLACES
+            return kernels.math_backward(
+                grad,
+                query,
+                key,
+                value,
+                bias,
+                None,
+                out,
+                log,
+                0.0,
+                False,
+                self.scale,
+                learned,
+                self.cap,
+                by_rows,
+                placed,
+            )
+        return kernels.backward(
+            grad, query, key, value, bias, out, log, None, None, 0.0, False, self.scale, learned
+        )  # fmt: skip
 
 
 def _attention_masked(
@@ -305,9 +326,10 @@ def _attention_masked_backward(
             continue
         bias, _ = _bias(query, leaves, table, (start, end, low, high), mask)
         rows, columns = slice(start, end), slice(low, high)
-        tensors = (grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], bias)
-        saved = (out[:, :, rows], logsumexp[:, :, rows].contiguous())
-        found = mask.backward(tensors, saved, learned is not None)
+        found = mask.backward(
+            grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], bias, out[:, :, rows],
+            logsumexp[:, :, rows].contiguous(), learned is not None,
+        )  # fmt: skip
         of_query[:, :, rows] = found[0]
         of_key[:, :, columns] += found[1]
         of_value[:, :, columns] += found[2]
