@@ -278,7 +278,8 @@ def _by_function(
     """What forward and backward under a mask's function have in common; ``lower``: of queries, and with keys."""
     formula, added, before, after, _, _, positions, *_ = mask
     # Arguments that are left out have their defaults.
-    table, cap, hides = (mask[i] if len(mask) > i else n for i, n in ((8, None), (9, None), (10, masked.NUMBERS)))
+    more: tuple[Any, ...] = (*mask[8:], *(None, None, masked.NUMBERS)[len(mask) - 8 :])
+    table, cap, hides = more
     (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
     by_formula = cap is not None or hides in (masked.ROWS, masked.PLACES)
     scores = masked.pairs(q, k, before, after, positions, b * h if by_formula else 1)
