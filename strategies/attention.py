@@ -279,9 +279,9 @@ def _by_function(
     formula, added, before, after, _, _, positions, *_ = mask
     # Arguments that are left out have their defaults.
     more: tuple[Any, ...] = (*mask[8:], *(None, None, masked.NUMBERS)[len(mask) - 8 :])
-    table, cap, hides = more
+    table, _, hides = more
     (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
-    by_formula = cap is not None or hides in (masked.ROWS, masked.PLACES)
+    by_formula = _is_by_formula(mask)
     scores = masked.pairs(q, k, before, after, positions, b * h if by_formula else 1)
     # Of a mask's rows each call of the formula writes a number and reads one or two.
     rows = max((math.prod(t.shape[:2]) for t in leaves), default=1)
@@ -303,6 +303,11 @@ def _by_function(
     }
 
 
+def _is_by_formula(mask: tuple[Any, ...]) -> bool:
+    """Whether no kernel computes attention, since scores are capped or rows may be hidden: the formula does."""
+    return any(cap is not None for cap in mask[9:10]) or any(h in (masked.ROWS, masked.PLACES) for h in mask[10:11])
+
+
 def _tables(mask: tuple[Any, ...]) -> list[str]:
     """Letters of the table that a mask's formula looks up."""
     return ["1(hg)" if t.shape[1] > 1 else "11" for t in mask[8:9] if t is not None]
@@ -314,7 +319,7 @@ def attention_masked(query: Spec, key: Spec, value: Spec, leaves: Sequence[Spec]
     lower = (in_parts.of_some_queries, in_parts.attend)
     return Rule(
         f"{','.join([BHQD, BHKD, BHKE, *map(_mask, leaves), *_tables(mask)])}->{BHQE},b(hg)q",
-        strides=HEADS_LAST,
+        strides=ANY if _is_by_formula(mask) else HEADS_LAST,
         **_by_function(query, key, value, leaves, mask[:11], 2.0, lower),
     )
 
@@ -331,7 +336,7 @@ def attention_masked_backward(
         f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{made}",
         reduce="bhgq",
         linear=((0,),),
-        strides=(LAST, *HEADS_LAST, *[ANY] * len(leaves), LAST),
+        strides=ANY if _is_by_formula(mask) else (LAST, *HEADS_LAST, *[ANY] * len(leaves), LAST),
         **_by_function(query, key, value, leaves, mask[:11], 5.0, lower),
     )
 
