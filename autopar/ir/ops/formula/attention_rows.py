@@ -85,7 +85,17 @@ def _attention_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     made = [
         kernels.math(
-            query[:, :, rows], key, value, _some(bias, rows), _some(kept, rows), dropout_p, False, scale, cap, True
+            query[:, :, rows],
+            key,
+            value,
+            _some(bias, rows),
+            _some(kept, rows),
+            dropout_p,
+            False,
+            scale,
+            cap,
+            True,
+            placed,
         )
         for rows in _bands(query, key)
     ]
