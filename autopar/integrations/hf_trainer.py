@@ -18,6 +18,7 @@ import functools
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ import torch
 from autopar import checkpoint
 from autopar.integrations.hf_accelerate import Accelerator, refuse_other_distribution
 from autopar.integrations.whole_batches import WholeOptimizer, attributes, take_random_numbers_of_rank_0, unwrapped
+from autopar.ir.signature.outputs import OUTSIDE
+from autopar.module.call import put_forward
 from autopar.module.parallel_module import ParallelModule
 
 try:
@@ -60,6 +63,8 @@ class WholeBatches:
             )
         if trainer.model is not None:
             self._require_parallel(trainer.model)
+        for model in (m for m in vars(trainer).values() if isinstance(m, ParallelModule)):  # one is a reference, say
+            self._compute_loss_outside(model)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Transformers' accelerator, which then leaves parallel modules as they are."""
@@ -143,6 +148,13 @@ class WholeBatches:
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         if checkpoint is not None:
             take_random_numbers_of_rank_0(trainer.model._autopar.context)
+
+    @staticmethod
+    def _compute_loss_outside(model: ParallelModule) -> None:
+        """A trainer that puts a forward of its own on the model, as TRL's do, computes the loss of what it returns."""
+        session = model._autopar
+        if put_forward.NAME in vars(model) and session.options.loss is None and session.options.loss_fn is None:
+            session.options = replace(session.options, loss=OUTSIDE)
 
     def _require_parallel(self, model: Any) -> None:
         if not isinstance(model, ParallelModule):

@@ -63,9 +63,10 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
         inner = [(("cell", n), c.cell_contents) for n, c in cells if _is_filled(c)]
         inner += [(("default", i), d) for i, d in enumerate(value.__defaults__ or ())]
         return inner + [(("kwdefault", n), d) for n, d in (value.__kwdefaults__ or {}).items()]
-    # A bound method is its object's state; a module's own is described with the module.
+    # A bound method is its object's state, which of a module is described with the module, and its function's.
     if isinstance(value, types.MethodType):
-        return [] if isinstance(value.__self__, nn.Module) else [(("attr", "__self__"), value.__self__)]
+        inner = [(("attr", "__func__"), value.__func__)]
+        return inner if isinstance(value.__self__, nn.Module) else [*inner, (("attr", "__self__"), value.__self__)]
     if isinstance(value, functools.partial):
         return [(("attr", "func"), value.func), (("attr", "args"), value.args), (("attr", "keywords"), value.keywords)]
     if isinstance(value, SIMPLE) or isinstance(value, torch.Tensor | type | types.ModuleType | np.ndarray):
