@@ -55,19 +55,18 @@ def gather_outputs_without_loss(model: nn.Module) -> None:
 
 
 def _gather(module: Any, args: Any, output: Any) -> Any:
-    if module._autopar.options.loss != OUTSIDE and _has_loss(output):
+    session = vars(module).get("_autopar")
+    # The original has the same hooks, and is called itself to generate: its outputs are plain.
+    if session is None or (session.options.loss != OUTSIDE and _has_loss(output)):
         return output
-    found = whole(output)
-    latest = module._autopar.latest
+    found, latest = whole(output), session.latest
     given = None if latest is None or latest.step.given.compared else latest.step.given
     for n, tensor in enumerate(t for t in _tensors(found) if t.requires_grad):
         tensor.register_hook(partial(_plain_gradient, given, f"whole output {n}"))  # type: ignore[no-untyped-call]
     return found
 
 
-def _plain_gradient(
-    given: GivenGradients | None, output: str, gradient: torch.Tensor | None
-) -> torch.Tensor | None:
+def _plain_gradient(given: GivenGradients | None, output: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient that a whole tensor is given, as a plain tensor: of that each rank takes its shards."""
     if isinstance(gradient, DTensor):  # beside a tensor on the mesh it has become one
         gradient = gradient.full_tensor()

@@ -47,7 +47,7 @@ class PutForward:
         self.outside: set[Any] = set()
 
 
-class _PartCalled(BaseException):  # noqa: N818 - no error, and nobody else's `except Exception` is to take it
+class _PartCalled(BaseException):  # no Exception: the user's own code is not to take it
     """A module inside of the model is called, outside of all graphs."""
 
 
@@ -195,11 +195,7 @@ def remove(session: Session) -> None:
 
 
 def call_own(session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The original's own forward, for one in its place.
-
-    Raises:
-        AutoparError: that is of a copy, and refers to the module that it is a copy of.
-    """
+    """The original's own forward, for one in its place."""
     if session.own_forward is not None:
         return session.own_forward(*args, **kwargs)
     return type(session.original).forward(session.original, *args, **kwargs)
