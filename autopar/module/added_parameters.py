@@ -1,4 +1,4 @@
-"""Parameters that are added to a parallel model: adapters, say, that a trainer makes for its reference."""
+"""Parameters that are put into a parallel model: of adapters, of layers that a script adds or makes anew."""
 
 from __future__ import annotations
 
@@ -9,59 +9,71 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RankError
+from autopar.ir.layout import replicated
+from autopar.runtime.dtensor import full_tensor, plain_type, to_placements
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.optimizer_layouts import optimizers_of
-from autopar.runtime.state.parameters import checksum, distributed, replaced
+from autopar.runtime.state.parameters import ParameterLayouts, checksum, distributed, replaced, slice_replicated
 from autopar.runtime.state.stage_tensor import StageTensor
+from autopar.runtime.state.storage import storage_of
 
 
-class AddedParameters:
-    """Takes them onto the mesh, replicated; the first graph that reads them decides their layouts.
+def take_added(
+    model: nn.Module, parameters: Mapping[str, torch.Tensor], types: ParameterLayouts, context: MeshContext
+) -> bool:
+    """Take those that are not on the mesh as the model's are, from optimizers, too; whether there were some.
 
-    Attributes:
-        known: names of the others.
+    One in the place of another of its shape gets that one's layout. Others are replicated: the first graph that reads
+    them decides their layouts. A collective call where there are some.
+
+    Args:
+        model: whose.
+        parameters: of it, by name.
+        types: types and layouts of those that have had one; empty before layouts are decided.
+        context: this rank's mesh context.
+
+    Raises:
+        RankError: their values differ between ranks.
     """
+    # Of a pipeline's stages each has its own; workers exchange what they have laid out.
+    if (
+        context.mesh is None
+        or context.workers is not None
+        or any(isinstance(p, StageTensor) for p in parameters.values())
+    ):
+        return False
+    new = {n: p for n, p in parameters.items()
+           if isinstance(p, nn.Parameter) and _is_new(n, p, types, context)}  # fmt: skip
+    if not new:
+        return False
+    _require_same({n: p for n, p in new.items() if not isinstance(p, DTensor)}, context)
+    optimizers, replacement = optimizers_of(new.values()), {}
+    for name, parameter in new.items():
+        whole = full_tensor(parameter.detach()) if isinstance(parameter, DTensor) else parameter
+        taken = distributed(whole if whole is parameter else nn.Parameter(whole, parameter.requires_grad), context)
+        if name in types:
+            slice_replicated(taken, *types[name], context)
+        replacement[id(parameter)] = taken
+    replaced(model, replacement)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [replacement.get(id(p), p) for p in group["params"]]
+        for old in [p for p in optimizer.state if id(p) in replacement]:
+            optimizer.state[replacement[id(old)]] = optimizer.state.pop(old)
+    return True
 
-    def __init__(self, model: nn.Module) -> None:
-        self.known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
-    def take(self, model: nn.Module, parameters: Mapping[str, torch.Tensor], context: MeshContext) -> bool:
-        """Take those that are new and plain, from optimizers, too; whether there are some. A collective call then.
-
-        Args:
-            model: whose.
-            parameters: of the model, by name.
-            context: this rank's mesh context.
-
-        Raises:
-            RankError: their values differ between ranks.
-        """
-        if context.mesh is None or context.workers is not None or _has_stages(parameters):
-            return False
-        new = {n: p for n, p in parameters.items()
-               if n not in self.known and isinstance(p, nn.Parameter) and not isinstance(p, DTensor)
-               and p.device.type == context.device.type}  # fmt: skip
-        if not new:
-            return False
-        _require_same(new, context)
-        optimizers = optimizers_of(new.values())
-        replacement = {id(p): distributed(p, context) for p in new.values()}
-        replaced(model, replacement)
-        for optimizer in optimizers:
-            _replace_in(optimizer, replacement)
-        self.known |= {n for n, _ in model.named_parameters(remove_duplicate=False)}
+def _is_new(name: str, parameter: nn.Parameter, types: ParameterLayouts, context: MeshContext) -> bool:
+    if storage_of(parameter) is not None or parameter.device.type != context.device.type:
+        return False
+    known = types.get(name)
+    if known is not None and tuple(parameter.shape) != known[0].stored_shape:
+        return False
+    if not isinstance(parameter, DTensor):
         return True
-
-
-def _replace_in(optimizer: torch.optim.Optimizer, replacement: Mapping[int, nn.Parameter]) -> None:
-    for group in optimizer.param_groups:
-        group["params"] = [replacement.get(id(p), p) for p in group["params"]]
-    for old in [p for p in optimizer.state if id(p) in replacement]:
-        optimizer.state[replacement[id(old)]] = optimizer.state.pop(old)
-
-
-def _has_stages(parameters: Mapping[str, torch.Tensor]) -> bool:
-    return any(isinstance(p, StageTensor) for p in parameters.values())
+    # `module.half()` makes others of those that were there, which lie as these do.
+    layout = known or (plain_type(parameter.shape, parameter.dtype), replicated(len(context.axes)))
+    return parameter.device_mesh == context.mesh and tuple(parameter.placements) != to_placements(*layout)
 
 
 def _require_same(new: Mapping[str, torch.Tensor], context: MeshContext) -> None:

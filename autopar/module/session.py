@@ -22,7 +22,7 @@ from autopar.ir.layout import replicated
 from autopar.ir.ops.random import derive_seed, step_seed
 from autopar.ir.plan import Plan
 from autopar.ir.signature import binding, pytree
-from autopar.module.added_parameters import AddedParameters
+from autopar.module.added_parameters import take_added
 from autopar.module.call.batch_rows import (
     as_it_will_be_passed,
     data_rank,
@@ -74,7 +74,6 @@ class Session:
         options: what the user asked for.
         init: of parameters on the meta device.
         unread: parameters that no graph has read.
-        added: takes those onto the mesh that are added after `autopar.parallelize`.
         slots: the Python state of the model.
         cache: specializations.
         uncompared: keys of specializations for which ranks have not compared their batches yet.
@@ -97,7 +96,7 @@ class Session:
 
     def __init__(self, model: nn.Module, context: MeshContext, options: CompileOptions, init: Init | None) -> None:
         self.original, self.context, self.options, self.init = model, context, options, init
-        self.unread, self.added = UnreadParameters(), AddedParameters(model)
+        self.unread = UnreadParameters()
         self.slots = Slots(model, whole_with_history if context.mesh is not None else None)
         self.cache = SpecializationCache()
         self.uncompared: set[Any] = set()
@@ -144,8 +143,11 @@ class Session:
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
         whole, tensors = tensors, own_part(tensors, self.context, self.options.inputs)
         # Of now: what follows asks for it until the user's code may have run.
-        if self.added.take(self.original, self.slots.inventory().parameters, self.context):
-            self.slots.inventory()
+        inventory = self.slots.inventory()
+        if "taken" not in inventory.memo:
+            inventory.memo["taken"] = True
+            if take_added(self.original, inventory.parameters, self.types(), self.context):
+                self.slots.inventory()
         make_state_whole(self)
         request = request_of_call(self, tensors, skeleton, split_among(whole, self.context, self.options.inputs))
         if self.first is None:

@@ -41,7 +41,7 @@ def x(step: int) -> torch.Tensor:
 
 
 def trained(model: Any) -> list[torch.Tensor]:
-    """With an adapter from the beginning, one after a step, and one that an optimizer of its own has already."""
+    """With an adapter from the beginning, others after a step, which an optimizer has, and layers in others' places."""
     found, optimizers = [], []
     for step in range(5):
         if step < 3:
@@ -49,6 +49,10 @@ def trained(model: Any) -> list[torch.Tensor]:
             model.adapters[f"a{step}"] = nn.Linear(8, 8, dtype=D)
             trains = model.parameters() if step == 0 else model.adapters[f"a{step}"].parameters()
             optimizers.append(torch.optim.AdamW(trains, lr=0.01))
+        if step == 3:
+            model.base = nn.Linear(8, 8, dtype=D)
+            nn.utils.parametrizations.weight_norm(model.adapters["a1"])
+            optimizers[:] = [torch.optim.AdamW(model.parameters(), lr=0.01)]
         loss = model(x(step))
         for optimizer in optimizers:
             optimizer.zero_grad()
