@@ -52,7 +52,7 @@ def trained(model: Any) -> list[torch.Tensor]:
         if step == 3:
             model.base = nn.Linear(8, 8, dtype=D)
             nn.utils.parametrizations.weight_norm(model.adapters["a1"])
-            # As adapters are mixed; torch leaves a plain parameter without memory whose data becomes a tensor of the mesh.
+            # As adapters are mixed: torch would leave a plain parameter without memory.
             mixed = model.adapters["mixed"] = nn.Linear(8, 8, dtype=D)
             mixed.weight.data = 0.5 * (model.adapters["a0"].weight.detach() + model.adapters["a2"].weight.detach())
             optimizers[:] = [torch.optim.AdamW(model.parameters(), lr=0.01)]
