@@ -240,7 +240,7 @@ class _Refusal(torch.autograd.Function):
             "let the hook set an attribute of the module to the scalar that it adds to the loss "
             "(module.penalty = output.square().mean()), which carries its gradient"
             if hooks
-            else "pass loss_fn=lambda output, batch: ... to autopar.parallelize and make the model return no scalar"
+            else 'pass loss_fn=lambda output, batch: ... to autopar.parallelize, or loss="outside": then all outputs do'
         )
         raise AutoparError(
             f"a gradient was asked through {what} of the parallelized model, which returns its loss: only the loss "
