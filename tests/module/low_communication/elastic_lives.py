@@ -35,7 +35,7 @@ def made(seed: int) -> Net:
 
 def batch(step: int, worker: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * worker + step)
-    return torch.randn(3, 4, dtype=torch.float64, generator=generator)
+    return torch.randn(4, 4, dtype=torch.float64, generator=generator)
 
 
 def optimized(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
@@ -81,12 +81,10 @@ def live(
         optimizer.zero_grad()
         local.add_tokens(tokens(worker))
         model(batch(local.steps, worker)).backward()
-        scheduler_step = local.rounds
+        rounds = local.rounds
         optimizer.step()
-        if local.rounds == scheduler_step:
-            scheduler.step()
-        else:
-            scheduler.step()
+        scheduler.step()
+        if local.rounds > rounds:
             log(rounds=local.rounds, members=local.members, state=state_of(model))
 
 

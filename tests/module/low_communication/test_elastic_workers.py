@@ -12,6 +12,9 @@ import torch
 from torch.distributed import TCPStore
 
 import autopar
+import autopar.checkpoint
+from autopar.errors import AutoparError
+from autopar.module.low_communication.emulate import EmulatedWorkers
 from tests.module.low_communication.elastic_lives import (
     EVERY,
     KilledError,
@@ -21,6 +24,7 @@ from tests.module.low_communication.elastic_lives import (
     live,
     made,
     optimized,
+    tokens,
     wait_until,
 )
 
@@ -94,14 +98,15 @@ class Life:
             raise self.error
 
 
-def check(log: list[Any], history: list[list[tuple[int, bool]]], weighted: bool = False) -> None:
+def check(log: list[Any], history: list[list[tuple[int, bool]]], weighted: bool, died: set[tuple[int, int]]) -> None:
     states = expected(history, weighted, OUTER)
     for said in log:
         assert said["members"] == tuple(w for w, _ in history[said["rounds"]]), said
         for name, value in states[said["rounds"]][said["worker"]].items():
             error = (said["state"][name] - value).abs().max().item()
             assert error < 1e-10, (name, said["worker"], said["rounds"], error)
-    assert len({(s["worker"], s["rounds"]) for s in log}) == sum(map(len, history))
+    said_all = {(s["worker"], s["rounds"]) for s in log}
+    assert said_all == {(w, rounds) for rounds, members in enumerate(history) for w, _ in members} - died
 
 
 @pytest.mark.parametrize(("where", "weighted"), [("exchange", True), ("coming", False), ("voted", False)])
@@ -128,8 +133,84 @@ def test_one_is_killed_comes_back_and_another_leaves(store: Any, captured: Any, 
     second = [(0, False), (1, False), *([(2, False)] if where == "voted" else [])]
     all_new, all_there = [(w, True) for w in range(3)], [(w, False) for w in range(3)]
     history = [all_new, all_there, second, [(0, False), (1, False), (2, True)], all_there, [(0, False), (2, False)]]
-    if where == "voted":
-        log.append({"worker": 2, "rounds": 2, "members": (0, 1, 2), "state": {}})
-        states = expected(history, weighted, OUTER)
-        log[-1]["state"] = states[2][2]
-    check(log, history, weighted)
+    check(log, history, weighted, {(2, 2)} if where == "voted" else set())
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_emulated_workers_come_and_go(weighted: bool) -> None:
+    models = {worker: made(0) for worker in range(3)}
+    emulated = EmulatedWorkers(list(models.values()), every=EVERY, weighted=weighted)
+    optimizers = {worker: optimized(model) for worker, model in models.items()}
+    all_new, all_there = [(w, True) for w in range(3)], [(w, False) for w in range(3)]
+    newcomer = [(0, False), (1, False), (2, True)]
+    history = [all_new, all_there, [(0, False), (1, False)], newcomer, all_there, [(0, False), (2, False)]]
+    for rounds, states in enumerate(expected(history, weighted, OUTER)):
+        if rounds == 2:
+            emulated.leave(2)
+            del models[2]
+        if rounds == 5:
+            emulated.leave(1)
+            del models[1]
+        for step in range(EVERY * (rounds - 1), EVERY * rounds) if rounds else []:
+            for worker, model in models.items():
+                optimizer, scheduler = optimizers[worker]
+                optimizer.zero_grad()
+                model(batch(step, worker)).backward()
+                optimizer.step()
+                scheduler.step()
+            emulated.step([tokens(worker) for worker in models])
+        if rounds == 3:
+            models[2] = copy.deepcopy(models[0])
+            emulated.join(models[2])
+            optimizers[2] = optimized(models[2])
+            optimizers[2][0].param_groups[0]["lr"] = optimizers[0][0].param_groups[0]["lr"]
+            optimizers[2][1].load_state_dict(optimizers[0][1].state_dict())
+        for worker, model in models.items():
+            for name, value in model.state_dict().items():
+                assert (value - states[worker][name]).abs().max() < 1e-10, (rounds, worker, name)
+    with pytest.raises(ValueError, match="other trained parameters"):
+        emulated.join(torch.nn.Linear(2, 2))
+    emulated.leave(0)
+    with pytest.raises(ValueError, match="one has to stay"):
+        emulated.leave(0)
+
+
+def test_a_checkpoint(store: Any, captured: Any, tmp_path: Any) -> None:
+    """Goes on in another run; a worker that has left makes steps of its own."""
+    given = {"every": 2, "workers": 1, "store": store}
+
+    def made_of(seed: int, **more: Any) -> Any:
+        model = parallel(captured, seed)
+        optimizer, _ = optimized(model)
+        return model, autopar.ElasticWorkers(model, optimizer, **given | more)
+
+    def train(local: Any, model: Any, worker: int, steps: int) -> None:
+        for _ in range(steps):
+            local.optimizer.zero_grad()
+            model(batch(local.steps, worker)).backward()
+            local.optimizer.step()
+
+    model, local = made_of(0, worker=0, run="first")
+    with pytest.raises(AutoparError, match=r"call join\(\) before the first step"):
+        train(local, model, 0, 1)
+    local.join()
+    train(local, model, 0, 4)
+    assert (local.rounds, local.steps, local.members, local.leads) == (2, 4, (0,), True)
+    autopar.checkpoint.save(tmp_path, model, local.optimizer, step=4, local=local)
+    train(local, model, 0, 2)
+    with pytest.raises(AutoparError, match=r"load before join\(\)"):
+        local.load_state_dict(local.state_dict())
+    again, other = made_of(3, worker=0, run="second")
+    autopar.checkpoint.load(tmp_path, again, other.optimizer, local=other)
+    with pytest.raises(AutoparError, match="and what is loaded has every=2"):
+        made_of(3, worker=0, every=3, run="third")[1].load_state_dict(local.state_dict())
+    other.join()
+    train(other, again, 0, 2)
+    assert (other.rounds, other.steps) == (3, 6)
+    for name, value in model.full_state_dict().items():
+        assert torch.equal(again.full_state_dict()[name], value), name
+    other.leave()
+    with pytest.raises(AutoparError, match=r"call join\(\)"):
+        train(other, again, 0, 1)
+    other.detach()
+    train(other, again, 0, 1)  # as any optimizer
