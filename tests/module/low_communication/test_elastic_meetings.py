@@ -125,7 +125,8 @@ def test_a_rank_without_a_vote_is_named(store: TCPStore) -> None:
 
 
 def test_a_number_that_is_taken(store: TCPStore) -> None:
-    first, second = Worker(store, 0), Worker(store, 1)
+    patient = replace(WAITS, grace=30.0)
+    first, second = Worker(store, 0, waits=patient), Worker(store, 1, waits=patient)
     assert meet(first, second) == [[0, 1]] * 2
     twin = Worker(store, 1, "b")
     comes = second.begin()
@@ -144,7 +145,7 @@ def test_a_number_that_is_taken(store: TCPStore) -> None:
     # One that is started anew after the other's end has its place at once, without a grace.
     third = Worker(store, 1, "c")
     joins = third.begin()
-    time.sleep(0.1)
+    time.sleep(0.2)
     assert meet(first) == [[0, 1]]
     joins.join(10)
     assert third.found == [0, 1]
