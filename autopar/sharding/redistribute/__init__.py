@@ -159,7 +159,7 @@ class Redistributions(MoveSeconds):
         ends = np.array([end for end, arc in arcs.items() for _ in arc], dtype=np.int64).reshape(-1, 2)
         own = self.chunked_seconds([move for arc in arcs.values() for move in arc], chunks)
         hops = np.zeros((len(own), count, count))
-        np.add.at(hops, (slice(None), ends[:, 0], ends[:, 1]), own)
+        np.add.at(hops, (slice(None), ends[:, 0], ends[:, 1]), own)  # type: ignore[arg-type]
         # What two moves in a row take less than each by itself, if these are the next on the way to a target.
         less = np.zeros_like(hops)
         for (a, b), (_, c) in self._pairs(arcs, chunks):

@@ -102,11 +102,11 @@ class Meetings:
             waits: how long for whom.
             alive: raises if a rank of this worker is gone; called while this one waits.
         """
-        self.seat, self.members, self.is_newcomer = seat, (), True
+        self.seat, self.is_newcomer = seat, True
+        self.members: tuple[Seat, ...] = ()
         self._register, self._place, self._places = register, place, places
         self._waits, self._alive = waits, alive
         self._next, self._begun, self._taken = 0, False, 0
-        self.members: tuple[Seat, ...]
 
     @staticmethod
     def first(register: Register) -> int:
@@ -198,6 +198,8 @@ class Meetings:
         if self.is_newcomer and self._begun:
             return []
         present = self._present()
+        if self.seat not in present:  # rank 0 of this worker has not written it yet
+            return []
         if not self._begun:
             return present if len(present) >= self._waits.founders else []
         missing = self._missing(present)
