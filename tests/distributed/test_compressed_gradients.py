@@ -192,6 +192,10 @@ def wrong(rank: int) -> None:
     with pytest.raises(RankError, match="options of the optimizer of compressed gradients differ: rank 2 has"):
         optimizer.step()
     compressed.detach()
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="all parameters of the model are frozen"):
+        autopar.CompressedGradients(model, optimizer, **given)
+    model.requires_grad_(True)
     autopar.CompressedGradients(model, optimizer, method="topk", share=0.1 + 0.1 * (rank // 2))
     with pytest.raises(RankError, match="settings of compressed gradients differ: rank 2 has method=topk"):
         optimizer.step()

@@ -13,8 +13,11 @@ from autopar.costs.arguments import a, require
 from autopar.errors import AutoparError
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.dtensor import to_local
+from autopar.runtime.state.whole_steps import on_the_mesh
 
 _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
+_followed: WeakSet[ParallelModule] = WeakSet()
+"""Optimizers, and models, of which one of these follows the steps."""
 
 
 class OptimizerSteps(ABC):
@@ -31,17 +34,24 @@ class OptimizerSteps(ABC):
         """Check that the two can be followed.
 
         Raises:
-            ValueError: an argument is wrong, or the optimizer is taken.
+            ValueError: an argument is wrong.
         """
         require(
             model=(model, a(ParallelModule, "what parallelize() returned")),
             optimizer=(optimizer, a(torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters")),
         )
-        if optimizer in _attached:
-            raise ValueError(f"the optimizer has {type(self).__name__} already, or its like; detach() those first")
         self.model, self.optimizer = model, optimizer
         self.bytes_sent = 0
         self._hooks: list[Any] = []
+
+    def _require_free(self) -> None:
+        """Refuse an optimizer whose steps are followed already.
+
+        Raises:
+            ValueError: they are.
+        """
+        if self.optimizer in _attached:
+            raise ValueError(f"the optimizer has {type(self).__name__} already, or its like; detach() those first")
 
     def _attach(self, before: Callable[[bool], None], after: Callable[[], None]) -> None:
         """Have functions called around the optimizer's steps.
@@ -49,18 +59,30 @@ class OptimizerSteps(ABC):
         Args:
             before: a step; it is told whether this has a closure.
             after: it.
+
+        Raises:
+            ValueError: those of another optimizer of the model are followed.
         """
+        if self.model in _followed:
+            raise ValueError(
+                f"the model has {type(self).__name__} already, or its like, of another optimizer, and two would each "
+                "exchange what the other has: detach() those first, and give one optimizer all that is trained"
+            )
 
         def is_aside() -> bool:  # a step that only allocates state
             return self.model._autopar.deferred.is_aside
 
         def first(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            if not is_aside():
+            if is_aside():
+                return
+            with on_the_mesh(self.optimizer):
                 self._take_scale()
                 before(any(callable(x) for x in (*args, *kwargs.values()) if x is not optimizer))
 
         def last(*_: Any) -> None:
-            if not is_aside():
+            if is_aside():
+                return
+            with on_the_mesh(self.optimizer):
                 after()
 
         self._hooks = [
@@ -68,12 +90,14 @@ class OptimizerSteps(ABC):
             self.optimizer.register_step_post_hook(last),
         ]
         _attached.add(self.optimizer)
+        _followed.add(self.model)
 
     def detach(self) -> None:
         """The optimizer's steps are no longer followed by exchanges; what is in flight is dropped."""
         for hook in self._hooks:
             hook.remove()
         _attached.discard(self.optimizer)
+        _followed.discard(self.model)
 
     def _take_scale(self) -> None:
         """Divide gradients by their scale, which `torch.amp.GradScaler` leaves to the step of a fused optimizer."""
@@ -89,10 +113,12 @@ class OptimizerSteps(ABC):
         """What is trained, by name, in the model's order.
 
         Raises:
-            ValueError: the optimizer lacks some, or has others.
+            ValueError: the optimizer lacks some, or has others, or nothing is trained.
         """
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ValueError("all parameters of the model are frozen: there is nothing to exchange; unfreeze some")
         missing = [name for name, p in trained.items() if id(p) not in held]
         if missing:
             raise ValueError(
@@ -126,6 +152,7 @@ class OptimizerSteps(ABC):
         Raises:
             AutoparError: names both.
         """
+        require(state=(saved, a(Mapping, "what state_dict() gave")))
         own, other = str(self._settings()), saved.get("settings", "none")
         if own != other:
             raise AutoparError(f"these {self.what} have {own}, and what is loaded has {other}; make them with the same")

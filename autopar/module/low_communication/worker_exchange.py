@@ -42,6 +42,7 @@ class WorkerExchange(OptimizerSteps):
                 f"axis {workers.axis!r} has the role {workers.role!r}, and {type(self).__name__} is for {role!r}: give "
                 f'it this one, Search(roles={{"{workers.axis}": "{role}"}}, inexact=("{role}",))'
             )
+        self._require_free()
         self._workers: Workers = workers
 
     def _leaves_out(self, notes: Sequence[str]) -> bool:

@@ -30,9 +30,10 @@ def load_saved_state(workers: ElasticWorkers, state: Mapping[str, Any]) -> None:
         raise AutoparError("this worker has joined the others, whose state it has: load before join()")
     workers.require_settings(state)
     outer = workers._made()
-    for kind, tensors in ((ANCHOR, outer.anchor), (MOMENTUM, outer.momentum)):
+    kinds = {ANCHOR: outer.anchor, MOMENTUM: outer.momentum}
+    for missing in (f"{k} of {n!r}" for k, own in kinds.items() for n in own if f"{k}.{n}" not in state["tensors"]):
+        raise AutoparError(f"what is loaded has no {missing}: it is of another model")
+    for kind, tensors in kinds.items():
         for name, tensor in tensors.items():
-            if f"{kind}.{name}" not in state["tensors"]:
-                raise AutoparError(f"what is loaded has no {kind} of {name!r}: it is of another model")
             tensor.copy_(own_shard(workers.model, name, state["tensors"][f"{kind}.{name}"]))
     workers.steps, workers.rounds = state["steps"], state["rounds"]

@@ -128,6 +128,7 @@ class ElasticWorkers(OptimizerSteps):
                 f"the mesh has workers of the role {model._autopar.context.workers.role!r}, which begin and end "
                 "together: leave the role out, and start each worker as a world of its own; or use LocalSteps"
             )
+        self._require_free()
         self.settings = Settings(
             every, outer_lr=outer_lr, outer_momentum=outer_momentum, nesterov=nesterov, bits=bits, weighted=weighted
         )
