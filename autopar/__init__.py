@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autopar.ir.plan import Plan
     from autopar.ir.precision import Float8, Precision
     from autopar.module.low_communication.compressed.gradients import CompressedGradients
+    from autopar.module.low_communication.elastic.workers import ElasticWorkers
     from autopar.module.low_communication.local_steps import LocalSteps
     from autopar.module.low_communication.stale.gradients import StaleGradients
     from autopar.parallelize import parallelize
@@ -52,6 +53,7 @@ __all__ = [
     "Cluster",
     "CompressedGradients",
     "DeadlockError",
+    "ElasticWorkers",
     "EquivalenceReport",
     "Float8",
     "InfeasibleError",
@@ -86,6 +88,7 @@ _MODULES = {
     "autopar.ir.plan": "Plan",
     "autopar.ir.precision": "Float8 Precision",
     "autopar.module.low_communication.compressed.gradients": "CompressedGradients",
+    "autopar.module.low_communication.elastic.workers": "ElasticWorkers",
     "autopar.module.low_communication.local_steps": "LocalSteps",
     "autopar.module.low_communication.stale.gradients": "StaleGradients",
     "autopar.parallelize": "parallelize",

@@ -1,11 +1,11 @@
 """Workers that train apart: what they send across a slow link, how fast they are, and what their loss is.
 
 Four Gloo processes are two workers of two devices, in a network namespace each, and the link between the namespaces
-carries so many Mbit/s (root and iproute2 needed; skipped without). A language model is trained synchronously (hsdp:
-gradients go across the link in every step), with parameters sharded over all devices (fsdp), whole and in few bits,
-with DiLoCo and streaming DiLoCo of 50 local steps, with compressed gradients, and without any exchange; they take
-turns, and the fastest round of each counts. Bytes are those that the interface of the first namespace has sent; what
-`CompressedGradients.predicted`, or the plan, says is beside them.
+carries so many Mbit/s, and takes so many milliseconds (root and iproute2 needed; skipped without). A language model is
+trained synchronously (hsdp: gradients go across the link in every step), with parameters sharded over all devices
+(fsdp), whole and in few bits, with DiLoCo and streaming DiLoCo of 50 local steps, with compressed gradients, and
+without any exchange; they take turns, and the fastest round of each counts. Bytes are those that the interface of the
+first namespace has sent; what `CompressedGradients.predicted`, or the plan, says is beside them.
 
 With ``--loss``, in one process: the loss of a tiny language model over the bytes of this repository's text, against
 the tokens it has seen, synchronously, with four workers that train apart, with four that compress their gradients, and
@@ -48,7 +48,12 @@ COMPRESSED: dict[str, dict[str, Any]] = {
     "PowerSGD, rank 2": {"method": "powersgd", "rank": 2},
     "top-k, 1%": {"method": "topk", "share": 0.01},
     "1-bit Adam": {"method": "onebit", "freeze": 2},
+    "0/1 Adam": {"method": "zeroone", "freeze": 2},
+    "0/1 Adam, 1 step of 4": {"method": "zeroone", "freeze": 2, "local": 8, "longest": 4},
 }
+WARM = {"0/1 Adam, 1 step of 4": 18}
+"""Steps before the measured ones, where these are more than two: until exchanges are as seldom as they will be."""
+
 QUANTIZED: dict[str, dict[str, int]] = {
     "fsdp": {},
     "fsdp, weights in 8 bits": {"weights": 8},
@@ -59,8 +64,8 @@ WORKERS, SEEDS, STEPS, LOSSES, ROUND = 4, 3, 300, 100, 20
 EXCHANGING: dict[str, float] = {}
 """Seconds that this process has spent in exchanges, waiting for the other worker included."""
 
-PREDICTED: dict[str, float] = {}
-"""Bytes that a worker is predicted to send in the next step."""
+PREDICTED: dict[str, list[float]] = {}
+"""Bytes that a worker is predicted to send in each step."""
 
 CURVES: dict[str, dict[str, Any] | None] = {
     SYNCHRONOUS: None,
@@ -70,6 +75,8 @@ CURVES: dict[str, dict[str, Any] | None] = {
     "streaming, 4 bits": {"every": ROUND, "fragments": 4, "delay": 2, "mix": 0.5, "bits": 4},
     **COMPRESSED,
     "1-bit Adam": {"method": "onebit", "freeze": 60},
+    "0/1 Adam": {"method": "zeroone", "freeze": 60},
+    "0/1 Adam, 1 step of 4": {"method": "zeroone", "freeze": 60, "local": 30, "longest": 4},
     **{name: bits for name, bits in QUANTIZED.items() if bits},
     "fsdp, 4 and 4 bits": {"weights": 4, "gradients": 4},
     "asynchronous": {"staleness": 4},
@@ -88,6 +95,9 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", type=float, default=50.0, metavar="MBIT", help="Mbit/s of the link (default: 50)")
+    parser.add_argument(
+        "--delay", type=float, default=0.0, metavar="MS", help="for which a message and its answer take longer"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
     parser.add_argument("--loss", action="store_true", help="loss against tokens, in one process")
     parser.add_argument("--paces", action="store_true", help="steps per second with stale gradients")
@@ -119,7 +129,7 @@ def main() -> None:
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         print("skipped: a slow link needs root and iproute2 (ip, tc)")
         return
-    with tempfile.TemporaryDirectory() as folder, shaped(options.rate) as prefixes:
+    with tempfile.TemporaryDirectory() as folder, shaped(options.rate, options.delay) as prefixes:
         (Path(folder) / "plans.json").write_text("[]")
         only = ["--only", *options.only] if options.only else []
         run([__file__, "--work", folder, "--rounds", str(options.rounds), *only], prefixes, 1200.0)
@@ -139,14 +149,16 @@ def work(folder: Path, rounds: int, names: list[str]) -> None:
         exchanging: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(-1, rounds):  # the first warms
             for name, step in runs.items():
-                count = 10 if name == SYNCHRONOUS or name in (*COMPRESSED, *QUANTIZED) else EVERY
-                count = count if turn >= 0 else 2
+                count = 12 if name == SYNCHRONOUS or name in (*COMPRESSED, *QUANTIZED) else EVERY
+                count = count if turn >= 0 else WARM.get(name, 2)
                 dist.barrier()
                 before, earlier, start = bytes_sent(), EXCHANGING.get(name, 0.0), time.perf_counter()
                 for _ in range(count):
                     step()
                 taken = torch.tensor(time.perf_counter() - start)
                 dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+                if turn < 0:
+                    PREDICTED[name] = []
                 if turn >= 0:
                     seconds[name].append(float(taken) / count)
                     sent[name].append((bytes_sent() - before) / count)
@@ -154,7 +166,7 @@ def work(folder: Path, rounds: int, names: list[str]) -> None:
         rows += [
             {
                 "training": n, "seconds": min(seconds[n]), "bytes": statistics.median(sent[n]),
-                "exchanging": min(exchanging[n]), "predicted": PREDICTED.get(n),
+                "exchanging": min(exchanging[n]), "predicted": statistics.mean(PREDICTED[n]) if PREDICTED[n] else None,
             }
             for n in runs
         ]  # fmt: skip
@@ -240,24 +252,25 @@ def trainer(mesh: Any, name: str) -> Callable[[], None]:
 
     def step() -> None:
         nonlocal done
+        predicted = PREDICTED.setdefault(name, [])
         optimizer.zero_grad()
         model(**batch_of(done)).backward()
-        optimizer.step()
-        done += 1
         if compressed is not None:
             # Of both devices of the worker, of whose shards the second's are as large.
-            PREDICTED[name] = 2 * compressed.predicted.sent_bytes
+            predicted.append(2 * compressed.predicted.sent_bytes)
+        optimizer.step()
+        done += 1
         if name in QUANTIZED:
-            PREDICTED[name] = 2 * model.plan.predicted.communication_bytes[outer]
+            predicted.append(2 * model.plan.predicted.communication_bytes[outer])
 
     return step
 
 
 def optimizer_of(name: str, parameters: Any, lr: float) -> Any:
-    """AdamW, but for 1-bit Adam."""
+    """AdamW, but for 1-bit and 0/1 Adam."""
     import torch
 
-    kind = torch.optim.Adam if name.startswith("1-bit") else torch.optim.AdamW
+    kind = torch.optim.Adam if name.startswith(("1-bit", "0/1")) else torch.optim.AdamW
     return kind(parameters, lr=lr)
 
 
@@ -477,7 +490,8 @@ def bytes_of(name: str, steps: int) -> float:
     """That each of the four workers sends in the whole run, by the closed forms."""
     from autopar.costs.cluster import Link
     from autopar.costs.outer_exchange import compressed_collectives, exchange_cost
-    from autopar.module.low_communication.compressed.settings import Compression
+    from autopar.module.low_communication.compressed.settings import ONEBIT, ZEROONE, Compression
+    from autopar.module.low_communication.compressed.zero_one import GRADIENT, MOVED, VARIANCE, Schedule
     from autopar.module.low_communication.exchange import sent_bytes
 
     shapes = [tuple(p.shape) for p in language_model(0, 64, 2).parameters()]
@@ -492,6 +506,14 @@ def bytes_of(name: str, steps: int) -> float:
         elements = sum(p.numel() for p in language_model(0, 64, 2).parameters())
         return steps // ROUND * sent_bytes(elements, 4, WORKERS, given.get("bits"))
     settings = Compression(**given) if given else None
+    if settings is not None and settings.method == ZEROONE:
+        kinds = [Schedule.of(settings).kind(step + 1) for step in range(steps)]
+        sent = {VARIANCE: "", GRADIENT: ONEBIT, MOVED: ONEBIT}
+        per = {
+            kind: exchange_cost(compressed_collectives(how, shapes, 4, WORKERS, 0), WORKERS, link).sent_bytes
+            for kind, how in sent.items()
+        }
+        return sum(per.get(kind, 0.0) for kind in kinds)
     plain = steps if settings is None else settings.plain_steps
     found = plain * exchange_cost(compressed_collectives("", shapes, 4, WORKERS, 0), WORKERS, link).sent_bytes
     if settings is not None:

@@ -104,7 +104,8 @@ def elastic(
     if session.context.workers is not None:
         raise ValueError(
             f"workers of the role {session.context.workers.role!r} cannot come and go within a run: save with "
-            "autopar.checkpoint; with the role 'local' another number of workers loads that"
+            "autopar.checkpoint; with the role 'local' another number of workers loads that. "
+            "autopar.ElasticWorkers do, each a run of its own"
         )
     if where is None and folder is None and session.context.mesh is not None:
         raise ValueError(

@@ -163,6 +163,23 @@ class Split:
 
 
 @dataclass(frozen=True, order=True)
+class Interleaved(Split):
+    """Each device along the axis holds one block of each of ``parts`` equal runs of the factor, one after another.
+
+    On the way only: an axis is so while those outside of it, which are to split the factor too, have terms of a sum.
+
+    Attributes:
+        parts: devices along those axes.
+    """
+
+    parts: int = 1
+
+    def __str__(self) -> str:
+        """``S(0.1)/2``: of two runs of factor 1 of dim 0."""
+        return f"S({self.dim}.{self.factor})/{self.parts}"
+
+
+@dataclass(frozen=True, order=True)
 class ByExpert(Split):
     """Each device along the axis holds the rows of its experts, of tokens that were split along the factor before.
 

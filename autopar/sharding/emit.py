@@ -13,6 +13,7 @@ from torch import fx
 from autopar.ir.graph import inherit_origin, producer
 from autopar.ir.layout import (
     ByExpert,
+    Interleaved,
     Layout,
     Replicate,
     Split,
@@ -129,7 +130,8 @@ class MoveEmitter:
             local = self._cast(local, sum_dtype(self.type)) if widened else local
             result = getattr(self, f"_{self.move.kind}")(local)
             result = self._cast(result, self.type.dtype) if widened else result
-        known = replace(info(result), types=(self.type,), layouts=(self.move.target,), internal=False)
+        on_the_way = any(isinstance(p, Interleaved) for p in self.move.target)  # no layout of the whole tensor
+        known = replace(info(result), types=(self.type,), layouts=(self.move.target,), internal=on_the_way)
         set_info(result, known)
         return result
 
@@ -252,6 +254,9 @@ class MoveEmitter:
         position = self.move.target[self.move.axis]
         assert isinstance(position, Split)
         outer, size, inner = self._sides(self.move.source, position)
+        if isinstance(position, Interleaved):
+            # A block of each run: runs are like a factor outside of the one that is split.
+            outer, size = outer * position.parts, size // position.parts
         leading = self._is_leading(position, outer)
         if leading and self.move.bits:
             return self._view(self._scatter_in_blocks(local))

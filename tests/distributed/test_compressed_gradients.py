@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
-from tests.distributed.models import mlp, mlp_batch
+from tests.distributed.models import gpt2, mlp, mlp_batch
 from tests.module.low_communication.compressed_cases import CASES, OPTIMIZERS
 from tests.module.low_communication.compressed_reference import run, zero_one
 from tests.module.low_communication.reference import largest_difference
@@ -192,6 +192,10 @@ def wrong(rank: int) -> None:
     with pytest.raises(RankError, match="options of the optimizer of compressed gradients differ: rank 2 has"):
         optimizer.step()
     compressed.detach()
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="all parameters of the model are frozen"):
+        autopar.CompressedGradients(model, optimizer, **given)
+    model.requires_grad_(True)
     autopar.CompressedGradients(model, optimizer, method="topk", share=0.1 + 0.1 * (rank // 2))
     with pytest.raises(RankError, match="settings of compressed gradients differ: rank 2 has method=topk"):
         optimizer.step()
@@ -257,6 +261,59 @@ def clipped_and_accumulated(rank: int) -> tuple[float, float]:
 def test_clips_the_mean_and_exchanges_once_what_was_accumulated(ranks: Ranks) -> None:
     for found in ranks.run(clipped_and_accumulated):
         assert max(found) < 1e-12, found
+
+
+def of_attention(rank: int, norm: float | None) -> float:
+    """GPT-2 with heads on two devices: keys' biases have gradients of roundings alone, beside those of values."""
+    import autopar
+
+    def words(step: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 64, (8, 12), generator=torch.Generator().manual_seed(step))
+        return {"input_ids": ids, "labels": ids}
+
+    def part_of(step: int, worker: int) -> dict[str, torch.Tensor]:
+        return {k: v[4 * worker : 4 * worker + 4] for k, v in words(step).items()}
+
+    def clip(model: Any) -> None:
+        if norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+    given = CASES["onebit"]
+    model = autopar.parallelize(gpt2(), mesh_of(2, 2), words(0), search=searching(TENSOR), timeout=WAIT)
+    placements = {n: str(p.placements[0]) if hasattr(p, "placements") else "R" for n, p in model.named_parameters()}
+    assert "_S(0, 3)" in placements.values()
+
+    def shards(name: str, tensor: np.ndarray) -> list[np.ndarray]:
+        if placements[name].startswith("_S"):  # heads of queries, keys and values
+            return np.split(tensor.reshape(*tensor.shape[:-1], 3, -1), 2, -1)
+        cut = placements[name].removeprefix("S(").removesuffix(")")
+        return np.split(tensor, 2, int(cut)) if cut.isdecimal() else [tensor]
+
+    optimizer = OPTIMIZERS["onebit"](model)
+    compressed = autopar.CompressedGradients(model, optimizer, **given)
+    optimizer.register_step_pre_hook(lambda *_: clip(model))
+    expected = run(gpt2(), OPTIMIZERS["onebit"], part_of, 2, STEPS, given, shards, clip)
+    error = 0.0
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(**words(step))["loss"].backward()
+        optimizer.step()
+        found = model.full_state_dict()  # with the tied head under both names
+        for state in (found, expected[step]):
+            # Of roundings in Adam too, which divides them by each other: no run has the same.
+            keys = state["transformer.h.0.attn.c_attn.bias"][32:64]
+            assert float(keys.abs().max()) < 0.01
+            keys.zero_()
+        error = max(error, largest_difference({n: found[n] for n in expected[step]}, expected[step]))
+    compressed.detach()
+    return error
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("norm", [None, 0.05])
+def test_variances_of_roundings_leave_parameters_alone(ranks: Ranks, norm: float | None) -> None:
+    found = ranks.run(of_attention, norm)
+    assert max(found) < 1e-12, found
 
 
 def of_pipelines(rank: int) -> dict[str, float]:

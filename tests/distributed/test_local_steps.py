@@ -93,6 +93,7 @@ QUICK = ["post-local", "streaming, long delay"]
     [
         (SHARDED, "AdamW", QUICK),
         (TENSOR, "SGD", ["streaming"]),
+        pytest.param(SHARDED, "Adafactor", ["post-local"], marks=pytest.mark.deep),
         pytest.param(SHARDED, "SGD", list(CASES), marks=pytest.mark.deep),
         pytest.param(TENSOR, "AdamW", list(CASES), marks=pytest.mark.deep),
     ],
@@ -331,6 +332,10 @@ def wrong(rank: int) -> list[str]:
     with pytest.raises(ValueError, match="float64"):
         autopar.LocalSteps(model, optimizer, every=2, bits=8)
     local = autopar.LocalSteps(model, optimizer, every=2)
+    with pytest.raises(ValueError, match="the model has LocalSteps already, or its like, of another optimizer"):
+        autopar.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+    with pytest.raises(ValueError, match="state=None: expected what state_dict"):
+        local.require_settings(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="LocalSteps already"):
         autopar.LocalSteps(model, optimizer, every=2)
     with pytest.raises(AutoparError, match="layouts are not decided"):

@@ -35,9 +35,14 @@ def parallel(sizes: tuple[int, ...], quantized: dict[str, Any], **more: Any) -> 
     return autopar.parallelize(mlp(), mesh_of(*sizes), mlp_batch(0), search=search, timeout=WAIT)
 
 
-def reference_of(model: Any, parts: int, inner: int, bits: dict[str, int]) -> Sharded:
-    dims = {n: getattr(p.placements[0], "dim", None) for n, p in model.named_parameters()}
-    return Sharded(mlp(), adamw, dims, parts, inner, **bits)
+def reference_of(model: Any, parts: int, inner: int, bits: dict[str, int], inner_gradients: int = 0) -> Sharded:
+    dims, inside = (
+        {n: getattr(p.placements[axis], "dim", None) for n, p in model.named_parameters()} for axis in (0, -1)
+    )
+    inner_dims = inside if inner > 1 else None
+    return Sharded(
+        mlp(), adamw, dims, parts, inner, inner_dims=inner_dims, inner_gradients=inner_gradients, **bits
+    )  # fmt: skip
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -52,9 +57,10 @@ def apart(model: Any, reference: Sharded) -> float:
 
 def trained(rank: int, sizes: tuple[int, ...], bits: dict[str, int], more: dict[str, Any]) -> float:
     """The largest difference of losses and parameters of any step."""
-    model = parallel(sizes, {"a": bits}, **more)
+    inside = more.pop("inside", 0)
+    model = parallel(sizes, {"a": bits, **({"b": {"gradients": inside}} if inside else {})}, **more)
     optimizer, error = adamw(model), 0.0
-    reference = reference_of(model, sizes[0], 4 // sizes[0], bits)
+    reference = reference_of(model, sizes[0], 4 // sizes[0], bits, inside)
     for step in range(STEPS):
         batch = mlp_batch(step)
         optimizer.zero_grad()
@@ -73,7 +79,8 @@ def trained(rank: int, sizes: tuple[int, ...], bits: dict[str, int], more: dict[
         ((4,), {"weights": 8, "gradients": 4}, {}),
         pytest.param((4,), {"weights": 4}, {"pins": {"overlap": "none"}}, marks=pytest.mark.deep),
         pytest.param((2, 2), {"weights": 8}, {}, marks=pytest.mark.deep),
-        pytest.param((2, 2), {"weights": 8, "gradients": 8}, {}, marks=pytest.mark.deep),
+        ((2, 2), {"weights": 8, "gradients": 8}, {}),
+        pytest.param((2, 2), {"gradients": 8}, {"inside": 4}, marks=pytest.mark.deep),
     ],
 )
 def test_equals_the_recurrence(

@@ -42,8 +42,8 @@ class EmulatedWorkers:
             require_exchangeable(own, self.settings.bits)
             if own.keys() != first.keys() or any(not torch.equal(own[n], first[n]) for n in own):
                 raise ValueError(f"worker {i} does not begin at the parameters of worker 0; copy the model")
-        fragments = split_in_fragments({n: t.numel() for n, t in first.items()}, self.settings.fragments)
-        self._states = [OuterState(own, fragments, next(iter(own.values())).device) for own in self._tensors]
+        self._fragments = split_in_fragments({n: t.numel() for n, t in first.items()}, self.settings.fragments)
+        self._states = [self._state_of(own) for own in self._tensors]
         self._in_flight: dict[int, torch.Tensor] = {}
         self._tokens = [Tokens() for _ in models]
 
@@ -69,6 +69,48 @@ class EmulatedWorkers:
             self._in_flight[sent] = emulated_mean(differences, self.settings.bits)
             if not self.settings.delay:
                 self._use(sent)
+
+    def leave(self, worker: int) -> None:
+        """Go on without a worker, as `autopar.ElasticWorkers` do; those behind it have numbers of one less.
+
+        Raises:
+            ValueError: it is the last one, or an exchange is in flight.
+        """
+        self._require_nothing_in_flight()
+        if not 0 <= worker < len(self._tensors) or len(self._tensors) == 1:
+            raise ValueError(f"worker={worker}: expected one of {len(self._tensors)} workers, of which one has to stay")
+        for of_workers in (self._tensors, self._states, self._tokens):
+            del of_workers[worker]
+
+    def join(self, model: nn.Module) -> None:
+        """Have a worker more, as the last one: it takes the outer parameters and momentum of the others.
+
+        Raises:
+            ValueError: it has other parameters, or an exchange is in flight.
+        """
+        self._require_nothing_in_flight()
+        own, peer = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}, self._states[0]
+        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in peer.anchor.items()}:
+            raise ValueError("the model has other trained parameters than those of the workers; copy one of theirs")
+        for name, tensor in own.items():
+            tensor.copy_(peer.anchor[name])
+        state = self._state_of(own)
+        for name, tensor in peer.anchor.items():
+            state.anchor[name].copy_(tensor)  # of 16 bits in float32
+            state.momentum[name].copy_(peer.momentum[name])
+        self._tensors.append(own)
+        self._states.append(state)
+        self._tokens.append(Tokens())
+
+    def _state_of(self, own: dict[str, torch.Tensor]) -> OuterState:
+        return OuterState(own, self._fragments, next(iter(own.values())).device)
+
+    def _require_nothing_in_flight(self) -> None:
+        if self._in_flight:
+            raise ValueError(
+                "an exchange is in flight, of the workers that there were: let workers leave and join with delay=0, or "
+                "when it has been used"
+            )
 
     def _use(self, fragment: int) -> None:
         mean = self._in_flight.pop(fragment)

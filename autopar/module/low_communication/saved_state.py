@@ -67,8 +67,10 @@ def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
     Raises:
         AutoparError: it is of other settings or parameters.
     """
-    outer = steps._outer = steps._new_state()
+    steps._made()  # decides "auto"
     steps.require_settings(state)
+    # A new one: what is there stays what it is if this fails.
+    outer = steps._new_state()
     kinds = {ANCHOR: outer.anchor, MOMENTUM: outer.momentum}
     means = {name: torch.zeros_like(t) for name, t in outer.anchor.items()}
     if state["in_flight"]:
@@ -78,6 +80,7 @@ def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
             if f"{kind}.{name}" not in state["tensors"]:
                 raise AutoparError(f"what is loaded has no {kind} of {name!r}: it is of another model")
             tensor.copy_(own_shard(steps.model, name, state["tensors"][f"{kind}.{name}"]))
+    steps._outer = outer
     steps.steps, steps.exchanges = state["steps"], state["exchanges"]
     steps._tokens.total, steps._tokens.sent = state.get("tokens", 0), dict(map(tuple, state.get("tokens_sent", ())))
     steps._in_flight = {}

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 
-from autopar.costs.arguments import a, require
 from autopar.errors import AutoparError, RankError
+from autopar.module.low_communication.optimizer_steps import OptimizerSteps
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.dtensor import to_local
 from autopar.runtime.mesh import Workers
 
-_attached: WeakSet[torch.optim.Optimizer] = WeakSet()
 
-
-class WorkerExchange(ABC):
+class WorkerExchange(OptimizerSteps):
     """Exchanges among the workers of a mesh axis, around the steps of an optimizer.
 
     Attributes:
         role: of the axis.
-        what: is exchanged, in words for messages.
-        bytes_sent: by this rank since this was made, as a ring sends them.
     """
 
     role: ClassVar[str]
-    what: ClassVar[str]
 
     def __init__(self, model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
         """Check that the two can be followed.
@@ -37,10 +30,7 @@ class WorkerExchange(ABC):
         Raises:
             ValueError: an argument is wrong, the mesh has no workers of the role, or the optimizer is taken.
         """
-        require(
-            model=(model, a(ParallelModule, "what parallelize() returned")),
-            optimizer=(optimizer, a(torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters")),
-        )
+        super().__init__(model, optimizer)
         workers, role = model._autopar.context.workers, self.role
         if workers is None:
             raise ValueError(
@@ -52,54 +42,8 @@ class WorkerExchange(ABC):
                 f"axis {workers.axis!r} has the role {workers.role!r}, and {type(self).__name__} is for {role!r}: give "
                 f'it this one, Search(roles={{"{workers.axis}": "{role}"}}, inexact=("{role}",))'
             )
-        if optimizer in _attached:
-            raise ValueError(f"the optimizer has {type(self).__name__} already, or its like; detach() those first")
-        self.model, self.optimizer = model, optimizer
-        self.bytes_sent = 0
+        self._require_free()
         self._workers: Workers = workers
-        self._hooks: list[Any] = []
-
-    def _attach(self, before: Callable[[bool], None], after: Callable[[], None]) -> None:
-        """Have functions called around the optimizer's steps.
-
-        Args:
-            before: a step; it is told whether this has a closure.
-            after: it.
-        """
-
-        def is_aside() -> bool:  # a step that only allocates state
-            return self.model._autopar.deferred.is_aside
-
-        def first(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            if not is_aside():
-                self._take_scale()
-                before(any(callable(x) for x in (*args, *kwargs.values()) if x is not optimizer))
-
-        def last(*_: Any) -> None:
-            if not is_aside():
-                after()
-
-        self._hooks = [
-            self.optimizer.register_step_pre_hook(first),
-            self.optimizer.register_step_post_hook(last),
-        ]
-        _attached.add(self.optimizer)
-
-    def detach(self) -> None:
-        """The optimizer's steps are no longer followed by exchanges; what is in flight is dropped."""
-        for hook in self._hooks:
-            hook.remove()
-        _attached.discard(self.optimizer)
-
-    def _take_scale(self) -> None:
-        """Divide gradients by their scale, which `torch.amp.GradScaler` leaves to the step of a fused optimizer."""
-        scale = getattr(self.optimizer, "grad_scale", None)
-        if scale is None:
-            return
-        for parameter in self._parameters().values():
-            if parameter.grad is not None:
-                to_local(parameter.grad).div_(scale)
-        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def _leaves_out(self, notes: Sequence[str]) -> bool:
         """Whether a fused optimizer's step changes nothing, on all workers: a scaled gradient is not finite on one.
@@ -123,41 +67,6 @@ class WorkerExchange(ABC):
                 f"{self.what}: optimizer.step(closure) computes gradients within the step, and they are exchanged "
                 "before it: call backward() first, and step() without a closure"
             )
-
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        """What is trained, by name, in the model's order.
-
-        Raises:
-            ValueError: the optimizer lacks some, or has others.
-        """
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        missing = [name for name, p in trained.items() if id(p) not in held]
-        if missing:
-            raise ValueError(
-                f"the optimizer does not have {missing[0]!r}, which is trained: workers would keep different ones; "
-                f"give {type(self).__name__} an optimizer of all trained parameters"
-            )
-        if held - {id(p) for p in self.model.parameters()}:
-            raise ValueError(
-                "the optimizer has a parameter that is none of the model's, and would differ among workers: give "
-                f"{type(self).__name__} an optimizer of the model's parameters alone"
-            )
-        return dict(trained)
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of what is trained, by name; raises as `_parameters`."""
-        return {name: to_local(p).detach() for name, p in self._parameters().items()}
-
-    def _require_layouts(self) -> None:
-        """Refuse to begin before parameters are where they will be.
-
-        Raises:
-            AutoparError: the model has not been called.
-        """
-        if self.model._autopar.first is None:
-            raise AutoparError("layouts are not decided yet: call the model once, or pass batch= to parallelize()")
-        self.model._autopar.require_values()
 
     def _require_same_at_a_place(self, own: Sequence[tuple[str, str]], what: str, note: str = "") -> list[str]:
         """Check that the ranks at one place in each worker have the same; every rank of all workers calls it.
@@ -212,24 +121,3 @@ class WorkerExchange(ABC):
         # Not a detail of the meeting: ranks of different stages have gradients of different parameters.
         have_same = (f"which parameters have gradients in {what}", have)
         return own, self._require_same_at_a_place((have_same, *same), what, note(own))
-
-    def require_settings(self, saved: Mapping[str, Any]) -> None:
-        """Refuse what was saved under others, before any of it is read.
-
-        Raises:
-            AutoparError: names both.
-        """
-        own, other = str(self._settings()), saved.get("settings", "none")
-        if own != other:
-            raise AutoparError(f"these {self.what} have {own}, and what is loaded has {other}; make them with the same")
-
-    @abstractmethod
-    def _settings(self) -> Any: ...
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """What to save; every rank calls it."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as `state_dict` has it; every rank calls it, and layouts must be decided."""

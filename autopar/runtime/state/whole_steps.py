@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,11 +53,12 @@ def install_whole_steps(lay_out_state: Callable[[Optimizer], None]) -> None:
         whole = _whole_parameters(optimizer)
         if whole is None:
             return None
+        whole.lay_out_state = lay_out_state
         whole.enter()
         _swapped[optimizer] = whole
 
         def outside(closure: Any) -> Any:
-            return _outside(closure, whole, lay_out_state) if callable(closure) else closure
+            return _outside(closure, whole) if callable(closure) else closure
 
         return (args[0], *map(outside, args[1:])), {k: outside(v) for k, v in kwargs.items()}
 
@@ -64,7 +66,6 @@ def install_whole_steps(lay_out_state: Callable[[Optimizer], None]) -> None:
         whole = _swapped.pop(optimizer, None)
         if whole is not None and whole.is_entered:
             whole.leave()
-            lay_out_state(optimizer)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
@@ -118,14 +119,23 @@ def _require_gathers(optimizer: Optimizer, parameter: DTensor, name: str) -> Non
         )
 
 
-def _outside(
-    closure: Callable[..., Any], whole: _WholeParameters, lay_out_state: Callable[[Optimizer], None]
-) -> Callable[..., Any]:
+@contextmanager
+def on_the_mesh(optimizer: Optimizer) -> Iterator[None]:
+    """Within, a hook of the optimizer's step finds the parameters of the mesh, and what it changes of them counts."""
+    whole = _swapped.get(optimizer)
+    if whole is None or not whole.is_entered:
+        yield
+        return
+    whole.leave()
+    yield
+    whole.enter()
+
+
+def _outside(closure: Callable[..., Any], whole: _WholeParameters) -> Callable[..., Any]:
     """The closure, called while the optimizer has the parameters of the mesh."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         whole.leave()
-        lay_out_state(whole.optimizer)
         loss = closure(*args, **kwargs)
         whole.enter()
         return full_tensor(loss) if isinstance(loss, DTensor) else loss
@@ -139,6 +149,7 @@ class _WholeParameters:
     def __init__(self, optimizer: Optimizer, parameters: list[tuple[DTensor, ParameterStorage]]) -> None:
         self.optimizer = optimizer
         self.is_entered = False
+        self.lay_out_state: Callable[[Optimizer], None] = lambda _: None
         self._parameters = parameters
         # The same objects at each entry: LBFGS, say, has its state under one of them for a whole step.
         self._whole = [nn.Parameter(full_tensor(p).clone(), p.requires_grad) for p, _ in parameters]
@@ -156,12 +167,13 @@ class _WholeParameters:
         self.is_entered = True
 
     def leave(self) -> None:
-        """Put the parameters of the mesh back, each rank with its part of the whole ones."""
+        """Put the parameters of the mesh back, each rank with its part of the whole ones; state in their layouts."""
         with torch.no_grad():
             for (parameter, storage), whole in zip(self._parameters, self._whole, strict=True):
                 to_local(parameter).copy_(to_local(storage.converted(whole.detach())))
         self._put({id(w): p for (p, _), w in zip(self._parameters, self._whole, strict=True)})
         self.is_entered = False
+        self.lay_out_state(self.optimizer)
 
     def _put(self, other: dict[int, Any]) -> None:
         for group in self.optimizer.param_groups:

@@ -2,13 +2,16 @@
 
 Moves are all-gather, reduce-scatter, all-reduce, all-to-all (also of rows by their experts), and local ones: a slice,
 the rows of a device's own experts, and these put where they were among the others. Axes that split one factor nest in
-mesh order, so only the innermost of them can be moved. All pairs are found at once:
-Floyd-Warshall over the tensor's layouts (R. W. Floyd, "Algorithm 97: Shortest path", 1962), in numpy. `moves` has the
-moves, `move_seconds` what each takes.
+mesh order, so only the innermost of them can be moved. Gradients in few bits may also be reduced along several axes
+in a row, innermost first: what is sent across the outer ones, which are slow, is a part then. All pairs are found at
+once: Floyd-Warshall over the tensor's layouts (R. W. Floyd, "Algorithm 97: Shortest path", 1962), in numpy. `moves` has
+the moves, `move_seconds` what each takes.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -16,11 +19,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.layout import ByExpert, Factor, Layout, Placement, Replicate, Split, TensorType
+from autopar.ir.layout import ByExpert, Factor, Interleaved, Layout, Partial, Placement, Replicate, Split, TensorType
 from autopar.ir.quantized.axes import GRADIENTS, WEIGHTS
 from autopar.rules.remembered import remembered
 from autopar.sharding.redistribute.move_seconds import Kinds, MoveSeconds
 from autopar.sharding.redistribute.moves import Machine, Move, exchanges, innermost, move_kind, moved_bytes
+
+Arcs = Mapping[tuple[int, int], tuple[Move, ...]]
+"""The moves, mostly one, that lead from one layout to another, by their numbers."""
 
 _QUANTIZED = {"all_gather": WEIGHTS, "reduce_scatter": GRADIENTS}
 """Kinds of moves that may be in few bits, and what they are of then."""
@@ -66,6 +72,34 @@ class Redistributions(MoveSeconds):
             return None
         return self._in_few_bits(Move(kind, axis, source, target))
 
+    def chains(self) -> list[tuple[Move, ...]]:
+        """Reductions of a gradient along several axes, innermost first, of which some are in few bits (ZeRO++)."""
+        if self.type.message != GRADIENTS:
+            return []
+        wide = [axis for axis, n in enumerate(self.machine.sizes) if n > 1]
+        several = [axes for count in range(2, len(wide) + 1) for axes in itertools.combinations(wide, count)]
+        splits = dict.fromkeys(p for layout in self.layouts for p in layout if type(p) is Split)
+        every = ((s, axes, p) for axes in several for s in self.layouts for p in splits)
+        found = [self._chain(source, axes, position) for source, axes, position in every]
+        return [chain for chain in found if any(move.bits for move in chain)]
+
+    def _chain(self, source: Layout, axes: tuple[int, ...], position: Split) -> tuple[Move, ...]:
+        """The moves that split a sum over some axes along all of them; none where that is no layout."""
+        target = tuple(position if axis in axes else p for axis, p in enumerate(source))
+        fine = all(isinstance(source[axis], Partial) and self.type.may_move(source[axis], position) for axis in axes)
+        # The factor's other axes are outside of these: blocks nest in mesh order.
+        if not fine or target not in self.index or any(p == position for p in source[axes[0] :]):
+            return ()
+        found: list[Move] = []
+        layout = source
+        for axis in reversed(axes):
+            outside = math.prod(self.machine.sizes[a] for a in axes if a < axis)
+            placement = position if outside == 1 else Interleaved(position.dim, position.factor, outside)
+            following = target if outside == 1 else (*layout[:axis], placement, *layout[axis + 1 :])
+            found.append(self._in_few_bits(Move("reduce_scatter", axis, layout, following)))
+            layout = following
+        return tuple(found)
+
     def _in_few_bits(self, move: Move) -> Move:
         """The move as it is made where its message may be in few bits, if it is smaller then."""
         what = _QUANTIZED.get(move.kind, "")
@@ -78,14 +112,22 @@ class Redistributions(MoveSeconds):
         return fewer if fewer.bits and sent < whole else move
 
     @cached_property
-    def _solved(self) -> tuple[NDArray[np.float64], NDArray[np.int64], dict[tuple[int, int], Move]]:
+    def _solved(self) -> tuple[NDArray[np.float64], NDArray[np.int64], Arcs]:
         count = len(self.layouts)
         distance = np.full((count, count), np.inf)
         np.fill_diagonal(distance, 0.0)
-        moves = self.moves()
-        arcs = {(self.index[m.source], self.index[m.target]): m for m in moves}
-        for (a, b), seconds in zip(arcs, self.move_seconds(moves), strict=True):
-            distance[a, b] = seconds
+        chains = self.chains()
+        # Where axes inside can be reduced first, they are: fewer terms are rounded, and what costs alike is one rule.
+        later = {(c[0].source, c[-1].axis, c[-1].target[c[-1].axis]) for c in chains if c[-1].bits}
+        arcs: dict[tuple[int, int], tuple[Move, ...]] = {
+            (self.index[m.source], self.index[m.target]): (m,)
+            for m in self.moves()
+            if not m.bits or (m.source, m.axis, m.target[m.axis]) not in later
+        }
+        arcs |= {(self.index[c[0].source], self.index[c[-1].target]): c for c in chains}
+        seconds = iter(self.move_seconds([move for arc in arcs.values() for move in arc]).tolist())
+        for (a, b), arc in arcs.items():
+            distance[a, b] = sum(next(seconds) for _ in arc)
         return distance, _shortest(distance), arcs
 
     @property
@@ -98,8 +140,8 @@ class Redistributions(MoveSeconds):
         """``[layouts, layouts]``: whether nothing is sent along the path from row to column."""
         distance, step, arcs = self._solved
         local = np.eye(len(self.layouts), dtype=bool)
-        for end, move in arcs.items():
-            local[end] = move.kind == "slice"
+        for end, arc in arcs.items():
+            local[end] = all(move.kind == "slice" for move in arc)
         at, target = step, np.arange(len(self.layouts))[None, :]
         found: NDArray[np.bool_] = np.isfinite(distance) & np.take_along_axis(local, at, 1)
         while (at != target).any():
@@ -114,14 +156,14 @@ class Redistributions(MoveSeconds):
             return self._apart[chunks]
         distance, step, arcs = self._solved
         count = len(self.layouts)
-        own = self.chunked_seconds(list(arcs.values()), chunks)
+        ends = np.array([end for end, arc in arcs.items() for _ in arc], dtype=np.int64).reshape(-1, 2)
+        own = self.chunked_seconds([move for arc in arcs.values() for move in arc], chunks)
         hops = np.zeros((len(own), count, count))
-        ends = np.array(list(arcs), dtype=np.int64).reshape(-1, 2)
-        hops[:, ends[:, 0], ends[:, 1]] = own
+        np.add.at(hops, (slice(None), ends[:, 0], ends[:, 1]), own)  # type: ignore[arg-type]
         # What two moves in a row take less than each by itself, if these are the next on the way to a target.
         less = np.zeros_like(hops)
         for (a, b), (_, c) in self._pairs(arcs, chunks):
-            together = self.chunked_seconds([arcs[a, b], arcs[b, c]], chunks).sum(1)
+            together = self.chunked_seconds([*arcs[a, b], *arcs[b, c]], chunks).sum(1)
             targets = (step[a] == b) & (step[b] == c) & np.isfinite(distance[a])
             less[:, a, targets] = (together - hops[:, a, b] - hops[:, b, c])[:, None]
         found = np.zeros_like(hops)
@@ -134,18 +176,17 @@ class Redistributions(MoveSeconds):
         self._apart[chunks] = found
         return found
 
-    def _pairs(
-        self, arcs: Mapping[tuple[int, int], Move], chunks: Kinds
-    ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    def _pairs(self, arcs: Arcs, chunks: Kinds) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         """Moves in a row that chunks make one of."""
         kinds = {"all_to_all": "all_gather", "reduce_scatter": "all_to_all"}
         following: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
-        for end, move in arcs.items() if chunks else ():
+        single = {end: arc[0] for end, arc in arcs.items() if len(arc) == 1}
+        for end, move in single.items() if chunks else ():
             if move.kind in kinds.values():
                 following.setdefault((end[0], move.axis, move.kind), []).append(end)
-        for first, move in arcs.items() if following else ():
+        for first, move in single.items() if following else ():
             for then in following.get((first[1], move.axis, kinds.get(move.kind, "")), ()):
-                if self._joined_units(move, arcs[then], chunks):
+                if self._joined_units(move, single[then], chunks):
                     yield first, then
 
     def priced(
@@ -183,10 +224,10 @@ class Redistributions(MoveSeconds):
         a, b = self.index[source], self.index[target]
         if not np.isfinite(distance[a, b]):
             raise ValueError(f"no way to redistribute {self.type} from {source} to {target}")
-        found = []
+        found: list[Move] = []
         while a != b:
             hop = int(step[a, b])
-            found.append(arcs[a, hop])
+            found += arcs[a, hop]
             a = hop
         return tuple(found)
 

@@ -17,6 +17,7 @@ from autopar.costs.outer_exchange import dequantizing, quantizing
 from autopar.ir.layout import (
     ByExpert,
     Factor,
+    Interleaved,
     Layout,
     Placement,
     Split,
@@ -59,6 +60,11 @@ class MoveSeconds:
         self.layouts = layouts(type_, machine.sizes)
         self.index = {layout: i for i, layout in enumerate(self.layouts)}
 
+    def _number(self, layout: Layout) -> int:
+        """Of a layout, or of the one with as large blocks where it is one on the way only."""
+        plain = tuple(Split(p.dim, p.factor) if isinstance(p, Interleaved) else p for p in layout)
+        return self.index[plain]
+
     @cached_property
     def parts(self) -> NDArray[np.float64]:
         """Into how many blocks each layout cuts the tensor; less where some devices' experts have more rows."""
@@ -94,7 +100,7 @@ class MoveSeconds:
             return moved_bytes(self.type, move, self.machine.sizes, self.machine.load)
         parts = self.parts
         return sent_whole(self.type, move) / min(
-            float(parts[self.index[move.source]]), float(parts[self.index[move.target]])
+            float(parts[self._number(move.source)]), float(parts[self._number(move.target)])
         )
 
     def message_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
@@ -119,7 +125,7 @@ class MoveSeconds:
         before, after = (
             np.array([count(m) for m in moves], dtype=np.float64) for count in (self._copies_before, self._copies_after)
         )
-        ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64)
+        ends = np.array([(self._number(m.source), self._number(m.target)) for m in moves], dtype=np.int64)
         source, target = (self.type.numel / self.parts[ends]).T
         moved = source * (cast + 2 * sent * before) + target * (cast + 2 * own * after)
         kernels = 2 * (cast > 0) + before + after
@@ -168,6 +174,8 @@ class MoveSeconds:
             return int(move.kind == PLACE_ROWS)
         if exchanges(move.source[move.axis], into):  # back into the order in which rows came
             return int(not isinstance(into, ByExpert))
+        if isinstance(into, Interleaved):
+            return 1
         if move.kind in ("reduce_scatter", "all_to_all") and self._outer(move.source, into) > 1:
             return 1
         return int(self.type.relaid > 0 and move.kind != "all_reduce")
@@ -192,7 +200,7 @@ class MoveSeconds:
     def _outer(self, layout: Layout, position: Placement) -> int:
         """Local elements of the dims and factors before the one at a position."""
         assert isinstance(position, Split)
-        return int(self._before[self.index[layout], self._column[position.dim, position.factor]])
+        return int(self._before[self._number(layout), self._column[position.dim, position.factor]])
 
     @cached_property
     def _column(self) -> dict[tuple[int, int], int]:

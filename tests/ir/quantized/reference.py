@@ -46,6 +46,8 @@ class Sharded:
         weights: bits of gathers, 0 for whole numbers, and `gradients` of reductions.
         gradients: see there.
         itemsize: bytes of a number as it would be sent whole.
+        inner_dims: along which each parameter is cut within its block along the first axis; None: it is not.
+        inner_gradients: bits of reductions along that axis.
     """
 
     def __init__(
@@ -58,7 +60,10 @@ class Sharded:
         weights: int = 0,
         gradients: int = 0,
         itemsize: int = 8,
+        inner_dims: Mapping[str, int | None] | None = None,
+        inner_gradients: int = 0,
     ) -> None:
+        self.inner_dims, self.inner_gradients = inner_dims or {}, inner_gradients
         self.model, self.dims, self.parts, self.inner = model, dims, parts, inner
         self.optimizer, self.itemsize = optimizer(model), itemsize
         self.weights, self.gradients = weights, gradients
@@ -100,18 +105,46 @@ class Sharded:
         dim = self.dims[name]
         if dim is None:
             return np.sum(terms, 0)
-        # Along the axis of few bits first, for each place along the other one.
-        return np.sum([self._scattered(terms[i :: self.inner], dim) for i in range(self.inner)], 0)
+        inside = self.inner_dims.get(name)
+        if inside is None:
+            # Along the axis of few bits first, for each place along the other one.
+            return np.sum([self._scattered(terms[i :: self.inner], dim) for i in range(self.inner)], 0)
+        # Within the node first: what is sent between nodes is one device's part of each node's sum.
+        nodes = [self._within(terms[at : at + self.inner], dim, inside) for at in range(0, len(terms), self.inner)]
+        parts = [[np.split(part, self.inner, inside) for part in np.split(g, self.parts, dim)] for g in nodes]
+        found = [
+            np.concatenate([self._added([own[i][j] for own in parts]) for j in range(self.inner)], inside)
+            for i in range(self.parts)
+        ]
+        return np.concatenate(found, dim)
+
+    def _within(self, terms: list[Array], dim: int, inside: int) -> Array:
+        """The sum over a node; what a device sends another is its part of the block of each node, as one message."""
+        if not self.inner_gradients:
+            return np.sum(terms, 0)
+        assert dim == inside
+
+        def message(term: Array, place: int) -> Array:
+            blocks = np.split(term, self.parts, dim)
+            return np.concatenate([np.split(block, self.inner, dim)[place] for block in blocks], dim)
+
+        sums = [
+            np.split(self._added([message(t, place) for t in terms], self.inner_gradients), self.parts, dim)
+            for place in range(self.inner)
+        ]
+        return np.concatenate([np.concatenate([own[i] for own in sums], dim) for i in range(self.parts)], dim)
 
     def _scattered(self, terms: list[Array], dim: int) -> Array:
         shards = [np.split(t, self.parts, dim) for t in terms]
-        if not (self.gradients and is_smaller(shards[0][0].size, self.itemsize, self.gradients)):
+        return np.concatenate([self._added([own[owner] for own in shards]) for owner in range(self.parts)], dim)
+
+    def _added(self, terms: list[Array], bits: int | None = None) -> Array:
+        """What the owner of a shard makes of all terms of it."""
+        bits = self.gradients if bits is None else bits
+        if not (bits and is_smaller(terms[0].size, self.itemsize, bits)):
             return np.sum(terms, 0)
         self.reached.add("gradients")
-        found = []
-        for owner in range(self.parts):
-            sums = np.zeros_like(shards[0][owner], dtype=np.float32)
-            for own in shards:
-                sums = sums + sent(own[owner], self.gradients)
-            found.append(sums.astype(np.float64))
-        return np.concatenate(found, dim)
+        total = np.zeros_like(terms[0], dtype=np.float32)
+        for own in terms:
+            total = total + sent(own, bits)
+        return total.astype(np.float64)

@@ -96,7 +96,8 @@ def sharded(plan: Plan, parts: int, inner: int = 1, along: int = 0, **bits: int)
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    return Sharded(net().double(), adamw, dims_of(plan, along), parts, inner, itemsize=4, **bits)
+    inside = dims_of(plan, 1) if inner > 1 else None
+    return Sharded(net().double(), adamw, dims_of(plan, along), parts, inner, itemsize=4, inner_dims=inside, **bits)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +148,31 @@ def worst_apart(program: Program, plan: Plan, other: Plan) -> float:
     return max(float((a[0] - b[0]).abs().max()) for a, b in zip(*runs, strict=True) if a and b)
 
 
-@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.deep)])
-def test_one_of_two_axes(program: Program, microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("inner", "microbatches"), [(0, 1), (4, 1), *(pytest.param(n, 2, marks=pytest.mark.deep) for n in (0, 4))]
+)
+def test_two_axes_are_reduced_innermost_first(program: Program, inner: int, microbatches: int) -> None:
+    """The reduction within a node is whole, or in few bits as well."""
     pins = {"odd.weight": ("S(1)", "S(1)"), "microbatches": microbatches}
     bits = {"weights": 8, "gradients": 8}
-    plan = planned(program, {"node": 2, "gpu": 2}, {"node": bits}, pins=pins)
-    assert worst(program, plan, sharded(plan, 2, 2, **bits), 4) < 1e-10
+    quantized: dict[str, Any] = {"node": bits, **({"gpu": {"gradients": inner}} if inner else {})}
+    axes = {"node": 2, "gpu": 2}
+    plan = planned(program, axes, quantized, pins=pins)
+    reference = sharded(plan, 2, 2, inner_gradients=inner, **bits)
+    assert worst(program, plan, reference, 4) < 1e-10 and reference.reached == set(bits)
+    assert autopar.verify(net(), batch_of(0), axes, plan=plan).max_error < 1e-9
+
+
+def test_bytes_between_nodes_are_of_what_a_node_has_added_up(program: Program) -> None:
+    pins = {"odd.weight": ("S(1)", "S(1)")}
+    plan = planned(program, {"node": 2, "gpu": 4}, {"node": {"gradients": 8}}, pins=pins)
+    cut = {name: (dims_of(plan, 0)[name], dims_of(plan, 1)[name]) for name, _ in net().named_parameters()}
+    # Of a parameter that is cut over all devices each sends its shard of the other node's, and no more.
+    shards = [p.numel() // 8 for n, p in net().named_parameters() if None not in cut[n]]
+    small = [-(-count // 256) * 260 for count in shards if is_smaller(count, 4, 8)]
+    assert len(small) == 3
+    counted = census(rewrite(program, plan, passes=DETERMINISTIC_PASSES))["node"]["all_to_all"]
+    assert counted == (3, pytest.approx(sum(small)))
 
 
 @pytest.mark.deep

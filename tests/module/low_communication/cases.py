@@ -40,5 +40,6 @@ CASES: dict[str, tuple[dict[str, Any], Recurrence]] = {
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.5),
 }

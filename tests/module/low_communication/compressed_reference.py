@@ -82,24 +82,31 @@ class OneBit:
         self.length = -(-math.prod(shape) // workers)
         self.errors = [np.zeros(shape) for _ in range(workers)]
         self.served = [np.zeros(len(p)) for p in self.cut(self.errors[0])]
+        self.moves = np.ones(shape, bool)
 
     def cut(self, tensor: Array) -> list[Array]:
         flat = tensor.ravel()
         return [flat[i * self.length : (i + 1) * self.length] for i in range(len(self.errors))]
 
-    def signs(self, piece: Array) -> Array:
-        return np.where(piece >= 0, 1.0, -1.0) * np.abs(piece).mean() if len(piece) else piece
+    def stay(self, variance: Array) -> None:
+        """Numbers whose signs would be worth more than a thousand learning rates have no part in any of this."""
+        self.moves = np.sqrt(variance) > np.sqrt(variance.max()) / 1000
+
+    def signs(self, piece: Array, moves: Array) -> Array:
+        if not moves.any():
+            return np.zeros_like(piece)
+        return np.where(moves, np.where(piece >= 0, 1.0, -1.0) * np.abs(piece[moves]).mean(), 0.0)
 
     def __call__(self, momenta: list[Array]) -> Array:
-        arrived = []
+        arrived, moves = [], self.cut(self.moves)
         for i, momentum in enumerate(momenta):
-            own = momentum + self.errors[i]
-            arrived.append([self.signs(piece) for piece in self.cut(own)])
+            own = np.where(self.moves, momentum, 0.0) + self.errors[i]
+            arrived.append([self.signs(*both) for both in zip(self.cut(own), moves, strict=True)])
             self.errors[i] = own - np.concatenate(arrived[-1]).reshape(own.shape)
         answers = []
         for i in range(len(momenta)):
             y = sum(sent[i] for sent in arrived) / len(momenta) + self.served[i]
-            answers.append(self.signs(y))
+            answers.append(self.signs(y, moves[i]))
             self.served[i] = y - answers[i]
         return np.concatenate(answers).reshape(momenta[0].shape)
 
@@ -150,6 +157,8 @@ def run(
                         continue
                     if (name, i) not in known:
                         known[name, i] = METHODS[given["method"]](name, into.shape, workers, **options)
+                        if frozen is not None:
+                            known[name, i].stay(shards(name, own.state[parameter]["exp_avg_sq"].numpy())[i])
                     into[...] = known[name, i](list(part))
             parameter.grad = torch.from_numpy(result)
         if frozen is not None and step >= plain:

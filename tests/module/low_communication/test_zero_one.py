@@ -13,7 +13,7 @@ from autopar.module.low_communication.compressed.emulate import EmulatedCompress
 from tests.distributed.models import mlp
 from tests.module.low_communication.compressed_reference import zero_one
 from tests.module.low_communication.reference import largest_difference
-from tests.module.low_communication.test_compressed import WORKERS, backward, batches
+from tests.module.low_communication.test_compressed import WORKERS, backward, batches, seeded
 
 GIVEN = {"method": "zeroone", "freeze": 7, "doubling": 2, "local": 4, "longest": 4}
 
@@ -84,6 +84,38 @@ def test_numbers_without_a_variance_stay(method: str, kind: Any) -> None:
     assert float(weight.abs().max()) < 4 and torch.equal(weight, models[0].embed.weight)
     method_ = workers.workers[0].method
     assert not method_.errors["embed.weight"][4:].any()
+
+
+class Attending(nn.Module):
+    """Queries, keys and values in one bias: that of the keys changes no result, and its gradients are roundings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 8)
+        nn.init.zeros_(self.qkv.bias)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (self.head((q @ k.mT).softmax(-1) @ v) - x.flip(-1)).square().mean()
+
+
+@pytest.mark.parametrize("method", ["onebit", "zeroone"])
+def test_numbers_whose_variance_is_of_roundings_stay(method: str) -> None:
+    """A sign over them would throw them to 1e10, and weight decay would bring that into all else."""
+    models = [Attending() for _ in range(2)]
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01, weight_decay=0.01) for m in models]
+    workers = EmulatedCompression(models, optimizers, method=method, freeze=4)
+    for step in range(12):
+        if step == 4:
+            keys = models[0].qkv.bias.detach()[8:16].clone()
+        for i, model in enumerate(models):
+            model.zero_grad()
+            model(torch.randn(2, 5, 8, generator=seeded(step, i), dtype=torch.float64)).backward()
+        workers.step()
+    assert torch.equal(models[1].qkv.bias.detach()[8:16], keys)
+    assert max(float(p.detach().abs().max()) for p in models[0].parameters()) < 1
 
 
 def test_bad_input() -> None:

@@ -7,8 +7,10 @@ For a parameter x with the gradient g of one worker, at step t, T being the last
     x = x - lr * (m / (1 - beta1^t)) / (sqrt(v_T / (1 - beta2^T)) + eps)
 
 That is `torch.optim.Adam` with v_T in place of v_t: state is in the optimizer, as Adam has it. Of a `torch.optim.AdamW`
-g has no weight decay, and x is multiplied by ``1 - lr * weight_decay`` first. A number whose v_T is 0 has had no
-gradient so far: what arrives as a sign, over eps alone, would throw it far away, so it stays, and is in no scale.
+g has no weight decay, and x is multiplied by ``1 - lr * weight_decay`` first. A sign is worth about the largest root of
+v_T in its tensor, which over a root that is a thousand times smaller is a step of a thousand learning rates: numbers
+without a gradient so far (rows of an embedding), or with one of roundings alone (biases of keys, beside those of
+values), would be thrown far away. They stay, and are in no scale.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ import torch
 from autopar.errors import AutoparError
 from autopar.module.low_communication.compressed.settings import ONEBIT
 from autopar.runtime.dtensor import to_local
+
+FARTHEST = 1000
+"""How much smaller than the largest root of a variance in its tensor one may be: so many learning rates are a sign."""
 
 
 def require_plain_adam(optimizer: torch.optim.Optimizer, method: str = ONEBIT) -> None:
@@ -110,8 +115,11 @@ def denominator(
 
 
 def without_variance(state: Mapping[str, Any]) -> torch.Tensor:
-    """Which numbers of this rank's shard have had no gradient."""
-    return to_local(state["exp_avg_sq"]).eq(0)
+    """Which numbers of this rank's shard stay as they are: those without a gradient that counts beside the others'."""
+    variance = to_local(state["exp_avg_sq"])
+    if not variance.numel():
+        return variance.eq(0)
+    return variance.le(variance.max() / FARTHEST**2)
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:

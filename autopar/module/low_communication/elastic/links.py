@@ -1,0 +1,83 @@
+"""`Links`: connections among the ranks at one place in each member of a meeting, and what is sent by them.
+
+Gloo, from host memory: what is exchanged is there. A rank whose exchange fails closes its connections, by which those
+that wait for it see that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from autopar.ir.quantized.blocks import mean_of, quantize
+from autopar.module.low_communication.elastic.register import Seat
+
+
+class Links:
+    """Of one rank."""
+
+    def __init__(self, store: Any, place: int, seconds: float) -> None:
+        """Without a connection yet.
+
+        Args:
+            store: of the run.
+            place: this rank's number within its worker.
+            seconds: for each exchange.
+        """
+        self._store, self._place, self._seconds = store, place, seconds
+        self._group: Any = None
+        self._known: tuple[int, tuple[Seat, ...]] = (-1, ())
+        self._rank, self._stays = 0, False
+
+    def meet(self, number: int, members: tuple[Seat, ...], own: Seat) -> None:
+        """Be connected to the members of a meeting: anew, unless the last one had the same and has counted."""
+        # By all of them or by none: all have been in the meeting before, and have the same outcome of it.
+        stays = self._stays and self._known == (number - 1, members)
+        self._known, self._stays = (number, members), False
+        if stays:
+            return
+        self.close()
+        self._rank = members.index(own)
+        if len(members) > 1:
+            store = PrefixStore(f"links/{number}/{self._place}", self._store)
+            self._group = ProcessGroupGloo(store, self._rank, len(members), timedelta(seconds=self._seconds))
+
+    def keep(self) -> None:
+        """The meeting has counted: the next one may go on with its connections."""
+        self._stays = True
+
+    def close(self) -> None:
+        """End the connections."""
+        self._group, self._stays = None, False
+
+    def mean(self, numbers: torch.Tensor, bits: int | None) -> torch.Tensor:
+        """Over members, the same on all of them to the last bit; ``numbers`` may be overwritten."""
+        size = len(self._known[1])
+        if size == 1 or not numbers.numel():
+            return numbers
+        if bits is None:
+            self._group.allreduce([numbers]).wait()
+            return numbers / size
+        payload = quantize(numbers, bits)
+        every = [torch.empty_like(payload) for _ in range(size)]
+        self._group.allgather([every], [payload]).wait()
+        return mean_of(every, numbers.numel(), bits)
+
+    def give(self, payload: torch.Tensor, to: Sequence[Seat]) -> None:
+        """Send bytes to some members, which `take` them; their number first."""
+        ranks = [self._known[1].index(seat) for seat in to]
+        for rank in ranks:
+            self._group.send([torch.tensor([payload.numel()])], rank, 0).wait()
+            self._group.send([payload], rank, 1).wait()
+
+    def take(self, giver: Seat) -> torch.Tensor:
+        """What `give` sends."""
+        rank, count = self._known[1].index(giver), torch.zeros(1, dtype=torch.int64)
+        self._group.recv([count], rank, 0).wait()
+        payload = torch.empty(int(count), dtype=torch.uint8)
+        self._group.recv([payload], rank, 1).wait()
+        return payload

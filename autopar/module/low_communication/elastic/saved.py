@@ -1,0 +1,39 @@
+"""What a checkpoint holds of `ElasticWorkers`: the outer state as DTensors in the parameters' layouts, and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import AutoparError
+from autopar.module.low_communication.saved_state import ANCHOR, MOMENTUM, in_shards, own_shard
+
+if TYPE_CHECKING:
+    from autopar.module.low_communication.elastic.workers import ElasticWorkers
+
+
+def saved_state(workers: ElasticWorkers) -> dict[str, Any]:
+    """Counters, and tensors by name: what the workers agreed on, and the outer momentum."""
+    outer = workers._made()
+    kinds = {ANCHOR: outer.anchor, MOMENTUM: outer.momentum}
+    tensors = {f"{kind}.{n}": in_shards(workers.model, n, t) for kind, own in kinds.items() for n, t in own.items()}
+    return {"settings": str(workers.settings), "steps": workers.steps, "rounds": workers.rounds, "tensors": tensors}
+
+
+def load_saved_state(workers: ElasticWorkers, state: Mapping[str, Any]) -> None:
+    """Take over what `saved_state` gave, or a checkpoint of it.
+
+    Raises:
+        AutoparError: it is of other settings or parameters, or the worker has joined already.
+    """
+    if workers._meetings is not None:
+        raise AutoparError("this worker has joined the others, whose state it has: load before join()")
+    workers.require_settings(state)
+    outer = workers._made()
+    kinds = {ANCHOR: outer.anchor, MOMENTUM: outer.momentum}
+    for missing in (f"{k} of {n!r}" for k, own in kinds.items() for n in own if f"{k}.{n}" not in state["tensors"]):
+        raise AutoparError(f"what is loaded has no {missing}: it is of another model")
+    for kind, tensors in kinds.items():
+        for name, tensor in tensors.items():
+            tensor.copy_(own_shard(workers.model, name, state["tensors"][f"{kind}.{name}"]))
+    workers.steps, workers.rounds = state["steps"], state["rounds"]
