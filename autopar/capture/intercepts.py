@@ -34,6 +34,7 @@ from autopar._torch_compat import (
     TorchDispatchMode,
     is_all_true,
     is_traced,
+    is_transformed,
     masks_as_they_are,
     storage_id,
     suggest_memory_format,
@@ -52,6 +53,7 @@ from autopar.ir.signature.pytree import Leaf
 _AUTOPAR = str(Path(__file__).parent.parent)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CHECK = torch.ops.aten._linalg_check_errors.default
+_LERP = torch.ops.aten.lerp_.Tensor
 
 _READS_STRIDES = frozenset(
     {
@@ -67,6 +69,9 @@ _READS_STRIDES = frozenset(
     }
 )
 """Functions whose result depends on a tensor's strides."""
+
+_TEXTS = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
+"""Functions that make a text of a tensor."""
 
 _BY_FORMAT = frozenset({functional.batch_norm, torch.batch_norm, torch.roll, torch.Tensor.roll})
 """Functions whose CPU kernels give the memory format that their argument suggests; fake tensors say otherwise.
@@ -163,6 +168,9 @@ class Intercepts(TorchFunctionMode):
             return _set_data(args[0], args[1], self._memory)
         if not self.stride_read and func in _READS_STRIDES:
             self.stride_read = _own_line()
+        if func in _TEXTS and is_transformed(args[0]) and (func is torch.Tensor.__repr__ or args[0].ndim):
+            # Torch's own text of a tensor within `torch.func` asks what a trace does not have, and ends the process.
+            return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
         if func is is_all_true and is_traced(args[0]):
             self._refuse(
                 args[0].logical_not(), "a distribution of torch.distributions", "values that its constraints refuse"
@@ -255,6 +263,9 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Removed from the graph: on fake tensors there is nothing to check.
             self.found.append((args[0], args[1], bool((kwargs or {}).get("is_matrix"))))
             return None
+        if func is _LERP:
+            # Under jvp the kernel that checks shapes in functionalization fails, as in `torch.quantile`.
+            return args[0].copy_(torch.ops.aten.lerp.Tensor(*args))
         return func(*args, **(kwargs or {}))
 
 
