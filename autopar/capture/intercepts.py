@@ -7,7 +7,7 @@
 * A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
 * Batch norm with ``momentum=None`` counts with a tensor, not with the number in it.
 * Copies of parameters are refused: they would be strangers.
-* `nn.Transformer` takes masks as they are, where it would look whether they are causal.
+* `nn.Transformer` takes masks as they are, where it would look whether they are causal; its encoder fills with zeros.
 * `flex_attention` is attention under the mask that its functions make, or its formula.
 * `associative_scan` is one operator where it is a linear recurrence.
 * Functions of which torch traces another than eager mode runs, or that look at values, are their formulas.
@@ -41,6 +41,7 @@ from autopar._torch_compat import (
 )
 from autopar.capture.functions.drawing import DRAWING, drawn
 from autopar.capture.functions.formulas import BY_FORMULA, gaussian_nll_loss
+from autopar.capture.functions.padded_encoder import padded_with_zeros
 from autopar.capture.origins import user_frame
 from autopar.capture.state.on_mesh import is_on_mesh
 from autopar.capture.state.slots import VIEW_OF
@@ -155,7 +156,7 @@ class Intercepts(TorchFunctionMode):
         torch.cond = _cond
         BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
-            with masks_as_they_are(), by_parts(), by_operator(), _Checks(self.checked), self:
+            with masks_as_they_are(), padded_with_zeros(), by_parts(), by_operator(), _Checks(self.checked), self:
                 yield
         finally:
             torch.cond = cond
