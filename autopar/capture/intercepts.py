@@ -12,6 +12,7 @@
 * `associative_scan` is one operator where it is a linear recurrence.
 * Functions of which torch traces another than eager mode runs, or that look at values, are their formulas.
 * Results whose strides fake tensors get wrong get those of the kernels.
+* Memory, gradients and versions of tensors, which a graph has no part in, may not be read.
 * The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
 """
 
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -38,6 +40,7 @@ from autopar._torch_compat import (
     masks_as_they_are,
     storage_id,
     suggest_memory_format,
+    without_modes,
 )
 from autopar.capture.functions.drawing import DRAWING, drawn
 from autopar.capture.functions.formulas import BY_FORMULA, gaussian_nll_loss
@@ -73,6 +76,35 @@ _READS_STRIDES = frozenset(
 
 _TEXTS = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
 """Functions that make a text of a tensor."""
+
+_MEMORY = "reads the memory of a tensor", "compute with torch, or read it before the call and pass what it says"
+_GRADIENT = "reads a tensor's gradient", "read it before the call, and pass it as an argument or keep it in a buffer"
+_VERSION = "reads how often a tensor was written to", "count in an attribute or a buffer"
+
+_READS_MORE = {
+    "__dlpack__": _MEMORY,
+    "data_ptr": _MEMORY,
+    "untyped_storage": _MEMORY,
+    "storage": _MEMORY,
+    "grad": _GRADIENT,
+    "_version": _VERSION,
+}
+"""Methods and attributes of a tensor of the call, which are not those of the tensor that it stands for: what reads them
+does, and what to do instead."""
+
+_READS_VALUES = frozenset(
+    {
+        torch.Tensor.numpy,
+        torch.Tensor.__array__,
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.__float__,
+        torch.Tensor.__int__,
+        torch.Tensor.__index__,
+        torch.Tensor.__bool__,
+    }
+)
+"""Of a tensor that is no part of the trace, which the graph is for: its values are looked at as they are."""
 
 _BY_FORMAT = frozenset({functional.batch_norm, torch.batch_norm, torch.roll, torch.Tensor.roll})
 """Functions whose CPU kernels give the memory format that their argument suggests; fake tensors say otherwise.
@@ -172,6 +204,11 @@ class Intercepts(TorchFunctionMode):
         if func in _TEXTS and is_transformed(args[0]) and (func is torch.Tensor.__repr__ or args[0].ndim):
             # Torch's own text of a tensor within `torch.func` asks what a trace does not have, and ends the process.
             return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
+        if (name := _name(func)) in _READS_MORE and is_traced(args[0]) and (line := _own_line()):
+            what, instead = _READS_MORE[name]
+            raise CaptureError(f"the model {what} ({name}) at {line}, which no graph has; {instead}")
+        if func in _READS_VALUES and not is_traced(args[0]):
+            return _values(func, args, kwargs or {})
         if func is is_all_true and is_traced(args[0]):
             self._refuse(
                 args[0].logical_not(), "a distribution of torch.distributions", "values that its constraints refuse"
@@ -207,6 +244,21 @@ class Intercepts(TorchFunctionMode):
             *matrices,
             *(functools.partial(_check_arguments, leaf(n), said) for n, said in self.validated),
         )
+
+
+def _name(func: Any) -> str:
+    """Of a function of tensors, or of an attribute that is asked for."""
+    name: str = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+    return name
+
+
+def _values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of a tensor that has some: of an array that shares its memory, to read them alone."""
+    with without_modes():
+        found = func(*args, **kwargs)
+    if isinstance(found, np.ndarray):
+        found.flags.writeable = False  # no version counts what is written there
+    return found
 
 
 def _in_suggested_format(argument: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.activations import NewGELUActivation
 
 import autopar
 from autopar.errors import CaptureError
@@ -98,6 +100,13 @@ vars(MODULE).update(scale=1.0)
 sys.modules["a_users_module"] = MODULE
 
 
+TENSOR = torch.ones(1, dtype=torch.float64)
+
+
+def steady() -> float:
+    return 1.0
+
+
 def case(read: Callable[[Any], Any], change: Callable[[Any, int], Any], **members: Any) -> Any:
     """A class whose ``scale`` is ``read``, and what changes it before each call."""
     return pytest.param(type("Case", (Scaled,), {"scale": read, **members}), change)
@@ -147,6 +156,14 @@ CASES = {
     "view of memory": case(lambda m: VIEW[0], lambda m, i: VIEW.__setitem__(0, i)),
     "from import within": case(from_import, lambda m, i: setattr(MODULE, "scale", float(i))),
     "import within": case(plain_import, lambda m, i: setattr(MODULE, "scale", float(i))),
+    "import by name": case(lambda m: importlib.import_module("a_users_module").scale,
+                           lambda m, i: setattr(MODULE, "scale", float(i))),
+    "sys.modules": case(lambda m: sys.modules["a_users_module"].scale, lambda m, i: setattr(MODULE, "scale", float(i))),
+    "code in a text": case(lambda m: eval("MODULE.scale"), lambda m, i: setattr(MODULE, "scale", float(i))),
+    "code of a function": case(lambda m: steady(),
+                               lambda m, i: setattr(steady, "__code__", eval(f"lambda: {i}.0").__code__)),
+    "item of a tensor": case(lambda m: TENSOR.item(), lambda m, i: TENSOR.fill_(i)),
+    "array of a tensor": case(lambda m: float(np.asarray(TENSOR)[0]), lambda m, i: TENSOR.fill_(i)),
     "deterministic": case(lambda m: 1 + torch.are_deterministic_algorithms_enabled(),
                           lambda m, i: torch.use_deterministic_algorithms(i % 2 == 0)),
     "default dtype": case(lambda m: torch.tensor(1 / 3).double(),
@@ -212,6 +229,22 @@ def test_objects_that_are_called() -> None:
     assert_equal(Called, lambda m, i: setattr(m.act, "slope", float(i)))
 
 
+@pytest.mark.parametrize("kind", [nn.ReLU, NewGELUActivation])
+def test_forward_of_a_librarys_module(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As libraries of faster kernels replace it."""
+
+    class Activates(Scaled):
+        act = kind()
+
+        def scale(self) -> Any:
+            return self.act(torch.tensor(2.0))
+
+    def replace(model: Any, i: int) -> None:
+        monkeypatch.setattr(kind, "forward", lambda self, x: x * i)
+
+    assert_equal(Activates, replace)
+
+
 def test_a_module_that_the_first_call_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its names are not there when the state is first looked at."""
     (tmp_path / "imported_late.py").write_text("scale = 3.0\n")
@@ -261,6 +294,9 @@ SOURCES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "generator's state": (lambda m: float(torch.get_rng_state().sum()), "state of torch's generator"),
     "initial seed": (lambda m: torch.initial_seed() % 3, "state of torch's generator"),
     "fork": (draw_twice, "state of torch's generator"),
+    "gradient": (lambda m: 1 + (m.linear.weight.grad is None), "reads a tensor's gradient"),
+    "version": (lambda m: m.linear.weight._version, "reads how often a tensor was written to"),
+    "memory": (lambda m: m.linear.weight.data_ptr() % 7, "reads the memory of a tensor"),
     "seed": (lambda m: torch.manual_seed(3).initial_seed(), "seeds torch's generator"),
 }
 

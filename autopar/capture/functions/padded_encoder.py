@@ -30,7 +30,7 @@ def padded_with_zeros() -> Iterator[None]:
             return _padded(module, src, src_key_padding_mask)
         return before(module, src, mask, src_key_padding_mask, is_causal)
 
-    nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
+    nn.TransformerEncoder.forward = forward  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -113,8 +113,8 @@ def explained(error: Exception) -> CaptureError:
             "(parametrize.cached(), functools.lru_cache, a global dict), where a trace cannot undo that: call it "
             "outside of cached(); keep it in an attribute or buffer; or clear the cache and run it before parallelize()"
         )
-    called = " ".join(f.name for f in traceback.extract_tb(error.__traceback__))
+    functions = " ".join(f.name for f in traceback.extract_tb(error.__traceback__))
     for part, reason in _REASONS:
-        if part in text or part in called:
+        if part in text or part in functions:
             return CaptureError(f"cannot capture the model{line}: {reason}")
     return CaptureError(f"cannot capture the model{line}: {kind}: {text.splitlines()[0] if text else ''}")

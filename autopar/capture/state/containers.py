@@ -71,6 +71,8 @@ def put(container: Any, step: Step, value: Any) -> None:
         container.__kwdefaults__[key] = value
     elif kind == "value":
         container.set(value)  # a ContextVar
+    elif kind == "code":
+        container.__code__ = value
     elif kind == "cell":
         cells = dict(zip(container.__code__.co_freevars, container.__closure__, strict=True))
         cells[key].cell_contents = value
@@ -107,6 +109,8 @@ def find(model: nn.Module, module: str, path: Path) -> Any:
             value = value.__kwdefaults__[key]
         elif kind == "value":
             value = value.get(None)
+        elif kind == "code":
+            value = value.__code__
         elif kind == "target":
             value = value()  # a weak reference
         elif isinstance(value, nn.Module | types.MethodType):

@@ -292,7 +292,7 @@ class Record:
                 f"a call of the model sets {where} to the text of a tensor, whose values are not known while it is "
                 "traced; keep the tensor itself (detach() it), and make the text outside of the model"
             )
-        if isinstance(value, (*SIMPLE, type, types.ModuleType, torch.Tensor)):
+        if isinstance(value, (*SIMPLE, type, types.ModuleType, types.CodeType, torch.Tensor)):
             return value
         inner = children(value)
         endless = id(value) in above or len(above) > DEEPEST

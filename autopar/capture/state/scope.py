@@ -20,7 +20,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -48,6 +48,12 @@ BY_STRING = frozenset(
     ("getattr", "setattr", "hasattr", "attrgetter", "vars", "globals", "__dict__", "__getattribute__")
 )
 """Code that names one of these may name attributes and globals by strings."""
+
+IMPORTING = frozenset(("__import__", "import_module", "modules"))
+"""Code that names one of these may name modules by strings."""
+
+EVALUATING = frozenset(("eval", "exec"))
+"""Code that names one of these may have code in strings."""
 
 ENVIRONMENT = frozenset(("environ", "getenv"))
 """Code that names one of these reads the environment's variables."""
@@ -160,6 +166,7 @@ class Search:
             globals: of the user's functions.
         """
         self.not_imported: set[str] = set()
+        self._codes: list[tuple[types.FunctionType, types.CodeType]] = []
         self._names: dict[Owner, set[str]] = {}
         self._globals: dict[int, dict[str, Any]] = {}
         self._seen: set[int] = set()
@@ -169,7 +176,7 @@ class Search:
         self._objects: dict[int, tuple[Any, str]] = {}
         for part in code:
             if isinstance(part, type) and issubclass(part, nn.Module):
-                self._add_class(part)  # of a library, too
+                self._add_module(part)
             else:
                 self._follow(part, part.__qualname__)
         # To a fixed point: a name that one function mentions may make others of the classes reachable.
@@ -189,8 +196,9 @@ class Search:
 
     @property
     def is_current(self) -> bool:
-        """Whether none of the modules that the code imports has come since: that has names which were not there."""
-        return not any(name in sys.modules for name in self.not_imported)
+        """Whether functions have the code that was searched, and none of the modules that it imports has come since."""
+        come = any(name in sys.modules for name in self.not_imported)
+        return not come and all(f.__code__ is code for f, code in self._codes)
 
     def _visit_hook(self, hook: types.FunctionType) -> None:
         """Of a hook plain values alone: what it records in must not make the graph another one."""
@@ -206,6 +214,13 @@ class Search:
         # Attributes of a class may be those of its metaclass.
         own += [c for k in own for c in type.mro(type(k)) if not _is_foreign(c.__module__)]
         self._classes.update({c: None for c in own})
+
+    def _add_module(self, kind: type) -> None:
+        """A class of modules: of a library's, too, `forward` may be replaced by another between calls."""
+        self._add_class(kind)
+        for c in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+            if "forward" in vars(c) and _is_foreign(c.__module__):
+                self._note(c, c.__qualname__, "forward")
 
     def _visit_class(self, kind: type) -> None:
         if _is_installed(kind.__module__):
@@ -245,6 +260,7 @@ class Search:
         if id(function) in self._seen or len(self._seen) > MOST or _is_foreign(function.__module__):
             return
         self._seen.add(id(function))
+        self._codes.append((function, function.__code__))
         names = _Names.of(function.__code__)
         self._attributes.update(names.attributes)
         self._visit_environment(names)
@@ -265,6 +281,9 @@ class Search:
                     self._note_assigned(space[name], names)
             elif name in names.assigned:
                 self._note(space, label, name)
+        for module in names.modules:
+            if module in sys.modules:
+                self._visit_import(module, (), "")
         for module, imported in names.imports:
             self._visit_import(module, imported, str(space.get("__package__") or ""))
 
@@ -323,6 +342,8 @@ class Search:
                     self._follow(part, label)
         elif function is not None:
             self._visit_function(function)
+        elif isinstance(value, nn.Module):  # one that is no submodule
+            self._add_module(type(value))
         elif isinstance(value, types.SimpleNamespace | argparse.Namespace | threading.local):
             self._objects[id(value)] = value, label
         # A config, a tracker: its class's code is searched, too.
@@ -389,26 +410,28 @@ class _Names:
         attributes: apart from globals: ``self.step`` has nothing to do with a loop's variable ``step``.
         imports: modules that it imports, as an import statement says them, each with the names taken from it.
         assigned: globals and attributes that it assigns.
+        modules: what may be names of modules.
     """
 
     globals: tuple[str, ...]
     attributes: tuple[str, ...]
     imports: tuple[tuple[str, tuple[str, ...]], ...]
     assigned: frozenset[str]
+    modules: tuple[str, ...] = ()
 
     @classmethod
     @functools.lru_cache(MOST)
     def of(cls, code: types.CodeType) -> _Names:
         """Read the bytecode."""
         found: tuple[dict[str, None], dict[str, None]] = ({}, {})
-        strings: dict[str, None] = {}
+        texts: dict[str, None] = {}
         imports: dict[str, tuple[str, ...]] = {}
         assigned: set[str] = set()
-        pending = [code]
+        pending, evaluated = [code], False
         while pending:
             part = pending.pop()
             pending += [c for c in part.co_consts if isinstance(c, types.CodeType)]
-            strings.update({c: None for c in part.co_consts if isinstance(c, str) and c.isidentifier()})
+            texts.update({c: None for c in part.co_consts if isinstance(c, str)})
             level, names = 0, ()
             for instruction in dis.get_instructions(part):
                 operation, argument = instruction.opname, instruction.argval
@@ -424,10 +447,24 @@ class _Names:
                     imports[module] = (*imports.get(module, ()), *(names or ()))
                 elif operation.startswith("LOAD_"):
                     level, names = (names if isinstance(names, int) else 0), argument
-        if BY_STRING & {*found[0], *found[1]}:
+            if not pending and not evaluated and EVALUATING & found[0].keys():
+                pending, evaluated = _code_in_texts(texts), True
+        named = {*found[0], *found[1]}
+        if BY_STRING & named:
+            strings = {t: None for t in texts if t.isidentifier()}
             found[0].update(strings)
             found[1].update(strings)
-        return cls(tuple(found[0]), tuple(found[1]), tuple(imports.items()), frozenset(assigned))
+        modules = tuple(t for t in texts if all(part.isidentifier() for part in t.split("."))) * bool(IMPORTING & named)
+        return cls(tuple(found[0]), tuple(found[1]), tuple(imports.items()), frozenset(assigned), modules)
+
+
+def _code_in_texts(texts: Iterable[str]) -> list[types.CodeType]:
+    """Of those that are code."""
+    found = []
+    for text in texts:
+        with contextlib.suppress(SyntaxError, ValueError):
+            found.append(compile(text, "<text>", "exec"))
+    return found
 
 
 def _own(value: Any) -> Mapping[str, Any]:

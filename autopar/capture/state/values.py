@@ -62,6 +62,8 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         inner = [(("cell", n), c.cell_contents) for n, c in cells if _is_filled(c)]
         inner += [(("default", i), d) for i, d in enumerate(value.__defaults__ or ())]
+        # Notebooks that reload a module put new code into the functions that there are.
+        inner.append((("code", ""), value.__code__))
         return inner + [(("kwdefault", n), d) for n, d in (value.__kwdefaults__ or {}).items()]
     # A bound method is its object's state; a module's own is described with the module.
     if isinstance(value, types.MethodType):
