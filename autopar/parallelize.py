@@ -79,13 +79,14 @@ def parallelize(
         loss: which scalar of the output is the loss: a key, attribute or index, a path of these such as
             ``"losses.total"``, or a function that picks it from the output or computes it from the output's scalars.
             Then only that loss, or a multiple of it, has gradients; microbatches and pipeline stages need that.
+            ``"outside"``: what the script computes from the output, all of whose tensors have gradients then.
             Default: the only scalar that requires a gradient; of several, each has its gradient.
         inputs: ``"global"``: each rank passes the whole batch, and its part is sliced; ``"local"``: its own rows,
             see ``data_rank`` and ``data_world_size``. DTensors carry their own layout. Of a ``"global"`` batch workers
             that train apart (role ``local``) take their rows first.
         outputs: ``"sharded"``: tensors of the output that are no scalars are DTensors. ``"whole"``: each is gathered on
-            every rank, with its gradient, where there is no scalar among the outputs: for a loss that is computed from
-            them outside of the model.
+            every rank, with its gradient, where there is no scalar among the outputs, or with ``loss="outside"``: for a
+            loss that is computed from them outside of the model.
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less what
             `autopar.costs.budget` sets aside for the context, communicators, workspaces and fragments.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.

@@ -4,7 +4,10 @@ Each is made tiny from its own configuration, in a process of its own, and verif
 sequences on a mesh of (2, 2): loss and every gradient, of the graph as captured beside the eager model and of the plan
 beside the graph. Families whose configuration cannot be made tiny by the sizes below, or whose own forward pass fails
 with these, are counted as such. With ``--role`` the plan is the one that is searched with this role on an axis of four
-in place of a random one: ``--role context`` says whether a family's sequence can be split through all of it. A router's
+in place of a random one: ``--role context`` says whether a family's sequence can be split through all of it; with
+several, such as ``--role data,context,expert``, each is of an axis of two. ``--axes 3`` draws plans on three axes of
+two, and ``--skewed`` sends all tokens to the same experts and none to the others. The parameters after a step of AdamW
+with these gradients are compared, too. A router's
 choice is one of float64 only if the family's code runs in it: grouped products of torch do not, and such a family is
 compared in float32 first.
 """
@@ -88,7 +91,36 @@ def tiny(name: str, more: dict[str, Any]) -> Any:
     return model.train()
 
 
-def outcome(name: str, role: str | None) -> dict[str, Any]:
+def skew(model: Any) -> None:
+    """Give routers no preference but that of their biases: the same experts for all tokens."""
+    import torch
+
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.nn.Parameter) and weight.shape == (4, 32) and name.endswith(("gate", "router")):
+            weight.data.zero_()
+            for own in (getattr(module, "bias", None), getattr(module, "e_score_correction_bias", None)):
+                if own is not None:
+                    own.data.copy_(torch.tensor([0.0, 50.0, 20.0, 0.0]))
+
+
+def step_error(model: Any, report: Any) -> float:
+    """How far parameters are apart after a step of AdamW with either gradients."""
+    import torch
+
+    stepped = []
+    for gradients in (report.gradients, report.reference_gradients):
+        parameters = []
+        for name, parameter in model.named_parameters():
+            if name in gradients:
+                parameters.append(torch.nn.Parameter(parameter.detach().double().clone()))
+                parameters[-1].grad = gradients[name].double()
+        torch.optim.AdamW(parameters, lr=1e-3).step()
+        stepped.append(parameters)
+    return max(((a - b).abs().max().item() for a, b in zip(*stepped, strict=True)), default=0.0)
+
+
+def outcome(name: str, role: str | None, axes_of_two: int = 2, skewed: bool = False) -> dict[str, Any]:
     """What became of a family, in this process."""
     import torch
     import transformers
@@ -106,10 +138,14 @@ def outcome(name: str, role: str | None) -> dict[str, Any]:
     except Exception as error:  # whatever its code raises
         return {"family": name, "kind": "not tiny", "text": f"{type(error).__name__}: {error}"[:300]}
     ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(0))
-    batch, axes, plan = {"input_ids": ids, "labels": ids}, {"a": 2, "b": 2}, "random"
+    batch, axes, plan = {"input_ids": ids, "labels": ids}, dict.fromkeys("abcd"[:axes_of_two], 2), "random"
+    if skewed:
+        skew(model)
     try:
         if role:
-            search, axes = autopar.Search(roles={"a": role}, padding=False), {"a": 4}
+            roles = dict(zip("abcd", role.split(","), strict=False))
+            axes = {"a": 4} if len(roles) == 1 else dict.fromkeys(roles, 2)
+            search = autopar.Search(roles=roles, padding=False)
             plan = autopar.plan(model, batch, cluster="h100", axes=axes, search=search)
         report = autopar.verify(model, batch, axes, plan=plan, seed=1)
     except autopar.AutoparError as error:
@@ -118,9 +154,11 @@ def outcome(name: str, role: str | None) -> dict[str, Any]:
         return {"family": name, "kind": "crash", "text": f"{type(error).__name__}: {error}"[:300]}
     single = next(model.parameters()).dtype == torch.float32
     same = report.max_error < BOUND and not report.capture_error > (SINGLE if single else BOUND)
+    step = step_error(model, report)
+    same = same and step < BOUND
     return {
         "family": name, "kind": "equal" if same else "wrong", "error": report.max_error,
-        "capture": report.capture_error, "seconds": time.monotonic() - begun,
+        "capture": report.capture_error, "step": step, "seconds": time.monotonic() - begun,
         "collectives": dict(report.plan.predicted.collectives.get("a", {})),
     }  # fmt: skip
 
@@ -130,18 +168,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", nargs="*", help="names as transformers has them; default: all causal language models")
     parser.add_argument("--seconds", type=float, default=300.0, help="for each of them")
-    parser.add_argument("--role", help="of the one axis, such as context or expert; default: a random plan on two axes")
+    parser.add_argument("--role", help="of the axis, such as context, or of several; default: a random plan")
+    parser.add_argument("--axes", type=int, default=2, help="of two devices each, of a random plan")
+    parser.add_argument("--skewed", action="store_true", help="route all tokens to the same experts")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.here:
-        print(json.dumps(outcome(given.family[0], given.role)))
+        print(json.dumps(outcome(given.family[0], given.role, given.axes, given.skewed)))
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     counts: Counter[str] = Counter()
     for name in given.family or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        command = [sys.executable, __file__, "--here", name, *(("--role", given.role) if given.role else ())]
+        command = [
+            sys.executable,
+            __file__,
+            "--here",
+            name,
+            *(("--role", given.role) if given.role else ()),
+            "--axes",
+            str(given.axes),
+        ]
+        command += ["--skewed"] if given.skewed else []
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=given.seconds, check=False)
             lines = done.stdout.splitlines()

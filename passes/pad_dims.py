@@ -35,6 +35,7 @@ from autopar.ir.graph import Value, inherit_origin, is_operator, producer, repla
 from autopar.ir.layout import Factor, TensorType
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.attention import attention
+from autopar.ir.ops.formula.attention_rows import attention_rows
 from autopar.ir.ops.sequence.masked_attention import attention_masked
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -111,7 +112,7 @@ def padded_factors(program: Program, dims: Dims, shapes: Shapes) -> dict[int, in
 
 def attention_heads(program: Program, dims: Dims) -> dict[int, Factor]:
     """Factors that are the heads of keys in some attention, by their `id`."""
-    own = [node for node in dims.operators if node.target in (attention, attention_masked)]
+    own = [node for node in dims.operators if node.target in (attention, attention_masked, attention_rows)]
     keys = (dims.types[program.sources[node][1]].dims[1] for node in own)
     return {id(heads[0]): heads[0] for heads in keys if len(heads) == 1}
 

@@ -7,12 +7,14 @@ free, since what is kept is an argument of our operator; kernels that draw thems
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autopar.ir.ops import attention as ours
 from autopar.ir.ops import balanced_attention as in_blocks
+from autopar.ir.ops.formula import attention_rows as by_rows
 from autopar.ir.ops.sequence import masked_attention as masked
 from autopar.ir.ops.sequence import masked_parts as in_parts
 from autopar.ir.ops.sequence import ring_attention as in_a_ring
@@ -274,23 +276,41 @@ def _by_function(
     lower: tuple[Any, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """What forward and backward under a mask's function have in common; ``lower``: of queries, and with keys."""
-    formula, added, before, after, _, _, positions, _ = mask
+    formula, added, before, after, _, _, positions, *_ = mask
+    # Arguments that are left out have their defaults.
+    more: tuple[Any, ...] = (*mask[8:], *(None, None, masked.NUMBERS)[len(mask) - 8 :])
+    table, _, hides = more
     (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
-    scores = masked.pairs(q, k, before, after, positions)
+    by_formula = _is_by_formula(mask)
+    scores = masked.pairs(q, k, before, after, positions, b * h if by_formula else 1)
     # Of a mask's rows each call of the formula writes a number and reads one or two.
     rows = max((math.prod(t.shape[:2]) for t in leaves), default=1)
-    calls = 3 + formula.count("[")
+    calls = 3 + formula.count("[") + (0 if table is None else 2 * table.shape[1])
     split = in_parts.is_windowed(before, after, q, k)
     # Sums of blocks cannot tell a row that is hidden by large numbers from one that is hidden. Of a device with one key
     # no shape says which leaves have keys.
-    ring = {} if added else {"qk": Lowering(lower[1], axes=1, least=2)}
+    joined = hides == masked.INFINITY or (hides == masked.NUMBERS and not added)
+    ring = {"qk": Lowering(lower[1], axes=1, least=2)} if joined else {}
+    read = 8.0 * calls * rows * scores if formula or split else 0.0
+    wide = max(getattr(query.dtype, "itemsize", 4), 4)
+    passes = (FORWARD_PASSES if products < 5.0 else BACKWARD_PASSES) if by_formula else 0
     return {
         "blocked": _blocked(0.0, False),
         "lower": {**({"q": Lowering(lower[0])} if split else {}), **ring},
         "sizes": _sizes(query, key),
         "flops": products * b * h * scores * (d + e),
-        "between": 8.0 * calls * rows * scores if formula or split else 0.0,
+        "between": read + passes * wide * b * h * scores,
     }
+
+
+def _is_by_formula(mask: tuple[Any, ...]) -> bool:
+    """Whether no kernel computes attention, since scores are capped or rows may be hidden: the formula does."""
+    return any(cap is not None for cap in mask[9:10]) or any(h in (masked.ROWS, masked.PLACES) for h in mask[10:11])
+
+
+def _tables(mask: tuple[Any, ...]) -> list[str]:
+    """Letters of the table that a mask's formula looks up."""
+    return ["1(hg)" if t.shape[1] > 1 else "11" for t in mask[8:9] if t is not None]
 
 
 @rule(masked.attention_masked)
@@ -298,9 +318,9 @@ def attention_masked(query: Spec, key: Spec, value: Spec, leaves: Sequence[Spec]
     """Attention under a mask that is given by its function."""
     lower = (in_parts.of_some_queries, in_parts.attend)
     return Rule(
-        f"{','.join([BHQD, BHKD, BHKE, *map(_mask, leaves)])}->{BHQE},b(hg)q",
-        strides=HEADS_LAST,
-        **_by_function(query, key, value, leaves, mask, 2.0, lower),
+        f"{','.join([BHQD, BHKD, BHKE, *map(_mask, leaves), *_tables(mask)])}->{BHQE},b(hg)q",
+        strides=ANY if _is_by_formula(mask) else HEADS_LAST,
+        **_by_function(query, key, value, leaves, mask[:11], 2.0, lower),
     )
 
 
@@ -308,16 +328,35 @@ def attention_masked(query: Spec, key: Spec, value: Spec, leaves: Sequence[Spec]
 def attention_masked_backward(
     grad: Spec, query: Spec, key: Spec, value: Spec, leaves: Sequence[Spec], out: Spec, logsumexp: Spec, *mask: Any
 ) -> Rule:
-    """Its gradients."""
-    lower = (in_parts.gradients_of_some_queries, in_parts.gradients)
-    inputs = [BHQE, BHQD, BHKD, BHKE, *map(_mask, leaves), BHQE, "b(hg)q"]
+    """Its gradients; of the table, if it has one and it is wanted, the sum over what it is the same for."""
+    lower, tables = (in_parts.gradients_of_some_queries, in_parts.gradients), _tables(mask)
+    inputs = [BHQE, BHQD, BHKD, BHKE, *map(_mask, leaves), BHQE, "b(hg)q", *tables]
+    made = tables[0] if tables and mask[11:] == (True,) else "_"
     return Rule(
-        f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE}",
+        f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{made}",
         reduce="bhgq",
         linear=((0,),),
-        strides=(LAST, *HEADS_LAST, *[ANY] * len(leaves), LAST),
-        **_by_function(query, key, value, leaves, mask, 5.0, lower),
+        strides=ANY if _is_by_formula(mask) else (LAST, *HEADS_LAST, *[ANY] * len(leaves), LAST),
+        **_by_function(query, key, value, leaves, mask[:11], 5.0, lower),
     )
+
+
+@rule(by_rows.attention_rows)
+def attention_rows(query: Spec, key: Spec, value: Spec, bias: Spec | None, kept: Spec | None, *_: Any) -> Rule:
+    """Attention by its formula, some rows at a time."""
+    found = attention(query, key, value, bias, kept, 0.0, False, None)
+    return replace(found, lower={}, between=_formula(query, key, query, FORWARD_PASSES), strides=ANY)
+
+
+@rule(by_rows.attention_rows_backward)
+def attention_rows_backward(
+    grad: Spec, query: Spec, key: Spec, value: Spec, bias: Spec | None, kept: Spec | None, out: Spec, logsumexp: Spec,
+    *rest: Any,
+) -> Rule:  # fmt: skip
+    """Its gradients; of the bias, if it has one and it is wanted, the sum over what it is the same for."""
+    tensors = (grad, query, key, value, bias, kept, out, logsumexp)
+    found = attention_backward(*tensors, 0.0, False, None, rest[-1])
+    return replace(found, lower={}, between=_formula(query, key, query, BACKWARD_PASSES), strides=ANY)
 
 
 @rule(ours.attention_drawing)

@@ -219,6 +219,7 @@ RULE_LANGUAGE = (
     "autopar.ir.ops.balanced_attention",
     "autopar.ir.ops.random",
     "autopar.ir.ops.accumulate",
+    "autopar.ir.ops.formula",
     "autopar.ir.ops.cross_entropy",
     "autopar.ir.ops.float8",
     "autopar.ir.ops.routing",

@@ -87,7 +87,8 @@ def convert_assigned(convert: Callable[[Any, torch.Tensor, str], torch.Tensor | 
     """Let ``convert(tensor, value, name)`` say what is assigned to ``.data`` and ``.grad`` of a DTensor.
 
     Torch takes any tensor of the global shape for ``.data`` and leaves the local tensor, and so the values, as they
-    were; a plain tensor as ``.grad`` fails in the next operator on it, or is taken for this rank's part.
+    were; a plain tensor as ``.grad`` fails in the next operator on it, or is taken for this rank's part. A DTensor as
+    ``.data`` of a plain parameter leaves that without memory.
 
     Args:
         convert: None for a tensor that is to be assigned as torch does.
@@ -110,6 +111,11 @@ def convert_assigned(convert: Callable[[Any, torch.Tensor, str], torch.Tensor | 
         converted = None if value is None else convert(tensor, value, "grad")
         grad.__set__(tensor, value if converted is None else converted)
 
+    def set_plain_data(tensor: Any, value: torch.Tensor) -> None:
+        converted = convert(tensor, value, "data") if isinstance(value, DTensor) else None
+        data.__set__(tensor, value if converted is None else converted)
+
+    torch.nn.Parameter.data = property(data.__get__, set_plain_data)  # type: ignore[assignment]
     DTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
     DTensor.grad = property(grad.__get__, set_grad, grad.__delete__)  # type: ignore[assignment]
 

@@ -40,6 +40,11 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def is_transforming() -> bool:
+    """Whether a transform of `torch.func` runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def traced_node(tensor: torch.Tensor) -> Any:
     """The `fx.Node` that computes a tensor of the user's code in the graph that is being traced; None: none does."""
     from torch._subclasses.functional_tensor import FunctionalTensor

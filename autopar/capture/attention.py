@@ -42,7 +42,6 @@ from autopar.capture.functions.attention_formula import Formulas
 from autopar.capture.intercepts import refuse_foreign_tensors
 from autopar.ir.graph import map_nodes
 from autopar.ir.ops.attention import scaled_dot_product
-from autopar.ir.ops.sequence.attention_sinks import attention_with_sinks
 
 aten = torch.ops.aten
 
@@ -95,7 +94,9 @@ class Attention(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func in _REPEATING and args and (node := traced_node(args[0])) is not None:
             self._tensors[node] = args[0]
-        found = None if kwargs else self._of_formula(func, args)
+        found = self._formulas.dropout(func, args, kwargs)
+        if found is None and not kwargs:
+            found = self._of_formula(func, args)
         result = func(*args, **kwargs) if found is None else found
         self._formulas.note(func, args, kwargs, result)
         return result
@@ -105,16 +106,13 @@ class Attention(TorchFunctionMode):
         formula = self._formulas.formula(func, args)
         if formula is None:
             return None
-        query, key, value, bias, sinks = (formula.query, formula.key, formula.value, formula.bias, formula.sinks)
-        if sinks is None:
+        query, key, value, bias, found = formula.query, formula.key, formula.value, formula.bias, None
+        if formula.is_plain and formula.kept is None:
             found = self._attention(query, key, value, bias, scale=formula.scale, enable_gqa=True)
         elif _is_taken(query, key, value, bias, 0.0, False, True):
             key, value = self._unrepeated(query, key, value) or (key, value)
             query, key, value = (_as_autocast(t) for t in (query, key, value))
-            bias = None if bias is None else _as_autocast(bias)
-            found = attention_with_sinks(query, key, value, bias, sinks, formula.scale)
-        else:
-            found = None
+            found = formula.attention(query, key, value, None if bias is None else _bias(_as_autocast(bias), query))
         # The last product is row-major.
         return None if found is None else found.reshape(*args[0].shape[:-1], args[1].shape[-1]).contiguous()
 

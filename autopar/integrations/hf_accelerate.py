@@ -58,6 +58,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return 1
 
     @property
+    def process_index(self) -> int:
+        """Which part of a batch this process has: 0 of 1. Which process it is says ``accelerator.state``."""
+        return 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """The one that is the main process, too."""
+        return bool(self.is_main_process)
+
+    @property
     def dispatch_batches(self) -> bool:
         """Never: every rank loads."""
         return False

@@ -18,18 +18,29 @@ import functools
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from autopar import checkpoint
 from autopar.integrations.hf_accelerate import Accelerator, refuse_other_distribution
-from autopar.integrations.whole_batches import WholeOptimizer, attributes, take_random_numbers_of_rank_0, unwrapped
+from autopar.integrations.whole_batches import (
+    WholeOptimizer,
+    attributes,
+    take_random_numbers_of_rank_0,
+    unwrapped,
+    whole,
+)
+from autopar.ir.signature.outputs import OUTSIDE
+from autopar.module.call import put_forward
 from autopar.module.parallel_module import ParallelModule
 
 try:
     import transformers
+    from accelerate.utils import gather, gather_object
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 except ImportError as e:
     raise ImportError(f"transformers' Trainer cannot be imported: {e}; pip install transformers accelerate") from e
@@ -51,6 +62,9 @@ class WholeBatches:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _gather_nothing(type(self))
+        given = [m for m in (*args, *kwargs.values()) if isinstance(m, ParallelModule)]
+        before = [_own_forwards(m) for m in given]
         super().__init__(*args, **kwargs)
         trainer: Any = self
         if trainer.args.train_sampling_strategy == "batch_rebalance":
@@ -60,6 +74,11 @@ class WholeBatches:
             )
         if trainer.model is not None:
             self._require_parallel(trainer.model)
+            # TRL's trainer of GRPO seeds every process in its own way, and here all of them draw for the same rows.
+            take_random_numbers_of_rank_0(trainer.model._autopar.context, host=False)
+        for model, forwards in zip(given, before, strict=True):
+            if _own_forwards(model) != forwards:
+                _compute_loss_outside(model)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Transformers' accelerator, which then leaves parallel modules as they are."""
@@ -150,6 +169,31 @@ class WholeBatches:
                 f"model must be what autopar.parallelize() returned, got a {type(model).__name__}; for a model on one "
                 "device take transformers' own Trainer"
             )
+
+
+def _gather_nothing(trainer: type) -> None:
+    """Let accelerate's functions that a trainer's module has imported leave values as they are: ranks have all rows.
+
+    TRL gathers rewards by them, of which there would be several copies.
+    """
+    functions = {gather: whole, gather_object: lambda value: value}
+    modules = {c.__module__ for c in trainer.__mro__} - {__name__}
+    for module in (sys.modules[n] for n in modules if n.partition(".")[0] not in ("accelerate", "transformers")):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and value in functions:
+                setattr(module, name, functions[value])
+
+
+def _own_forwards(model: ParallelModule) -> set[int]:
+    """Modules of which the model's class does not say what they compute."""
+    return {id(m) for m in (model, *model.modules()) if put_forward.NAME in vars(m)}
+
+
+def _compute_loss_outside(model: ParallelModule) -> None:
+    """A trainer that puts a forward of its own on the model, as TRL's do, computes the loss of what that returns."""
+    session = model._autopar
+    if session.options.loss is None and session.options.loss_fn is None:
+        session.options = replace(session.options, loss=OUTSIDE)
 
 
 def _saves_itself(model: Any) -> bool:

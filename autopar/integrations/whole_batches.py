@@ -38,9 +38,11 @@ def require_whole_batches(model: ParallelModule, library: str) -> None:
     model._autopar.compare_always = True
 
 
-def take_random_numbers_of_rank_0(context: MeshContext) -> None:
-    """Bring the host's generators of random numbers into rank 0's state, for loaders; every rank calls it."""
-    own = {name: state for name, state in generators.states().items() if name in ("torch-cpu", "python", "numpy")}
+def take_random_numbers_of_rank_0(context: MeshContext, *, host: bool = True) -> None:
+    """Bring generators of random numbers into rank 0's state; loaders draw on the ``host``. Every rank calls it."""
+    own = generators.states()
+    if host:
+        own = {name: state for name, state in own.items() if name in ("torch-cpu", "python", "numpy")}
     generators.restore(context.decide(lambda: own, "the states of random generators"))
 
 

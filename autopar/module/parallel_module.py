@@ -18,6 +18,7 @@ from autopar.compiler import rewrite
 from autopar.costs.arguments import TEXT, a, require
 from autopar.errors import AutoparError, RankError
 from autopar.ir.plan import Plan
+from autopar.module.call import put_forward
 from autopar.module.call.batch_rows import data_rank, data_world_size
 from autopar.module.copies import RESIZING, SAVING, deep_copy, refuse_pickling, refuse_resizing, save, shallow_copy
 from autopar.module.generation.generate import GENERATING, generate
@@ -90,18 +91,32 @@ class ParallelModule(nn.Module):
         """Attributes are the original's, so that its forward sees what is set here."""
         if name in _OWN or isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
+        elif name == put_forward.NAME:
+            self._put_forward(value)
         elif name in _WRAPPED and isinstance(value, MethodType) and value.__self__ is self:
-            # A wrapper of this module's forward: as the original's it would call itself.
             self.__dict__[name] = value
         else:
             setattr(self._autopar.original, name, value)
 
     def __delattr__(self, name: str) -> None:
         """As for setting."""
-        if name in _OWN or (name in _WRAPPED and name in self.__dict__):
+        if name == put_forward.NAME and name in self.__dict__:
+            self._put_forward(type(self).forward)
+        elif name in _OWN or (name in _WRAPPED and name in self.__dict__):
             object.__delattr__(self, name)
         else:
             delattr(self._autopar.original, name)
+
+    def _put_forward(self, value: Any) -> None:
+        """Put a ``forward`` on the module; its own takes off what is there."""
+        put_forward.remove(self._autopar)
+        own = (type(self).forward, ParallelModule.forward)
+        if getattr(value, "__func__", value) in own:
+            self.__dict__.pop(put_forward.NAME, None)
+        else:
+            # One that was there before, around which others have been: it is put there again as it is.
+            again = put_forward.is_put(value) and value.__self__ is self
+            self.__dict__[put_forward.NAME] = value if again else put_forward.attribute(self, value)
 
     @property
     def training(self) -> bool:
@@ -122,21 +137,23 @@ class ParallelModule(nn.Module):
         try:
             found = nn.Module.__call__(self, *args, **kwargs)
         except RankError as e:
-            if "forward" in self.__dict__ and self._autopar.forwards == before:
+            if self._leaves_own_out(before):
                 raise _not_called(self.__dict__["forward"]) from e
             raise
-        if "forward" in self.__dict__ and self._autopar.forwards == before:
+        if self._leaves_own_out(before):
             raise _not_called(self.__dict__["forward"])
         return found
 
+    def _leaves_own_out(self, before: int) -> bool:
+        session = self._autopar
+        return "forward" in self.__dict__ and session.forwards == before and not session.running
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
-        self._autopar.forwards += 1
-        # Under torch.compile around the model: the step has graphs of its own, and what chooses one cannot be traced.
-        call = self._autopar.call
-        if torch.compiler.is_compiling():
-            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-        return call(args, kwargs)
+        session = self._autopar
+        if not session.running:
+            put_forward.remove(session)  # what is called is not it
+        return session.forward(args, kwargs)
 
     def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
@@ -307,13 +324,12 @@ def _defaults(kind: type) -> list[str]:
 
 
 def _not_called(forward: Any) -> AutoparError:
-    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-    name = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" if code else repr(forward)
+    name = put_forward.described(inspect.unwrap(forward.__func__))
     return AutoparError(
-        f"forward of the parallelized model was replaced after parallelize() by {name}, which calls parts of the model "
-        "in place of its forward: they are in no graph, and every rank would compute all of it. Replace it before "
-        "parallelize(), or take it off again (del model.forward) and compute the loss from what the model returns; "
-        "TRL's SFTTrainer and DPOTrainer replace it"
+        f"forward of the parallelized model was replaced after parallelize() by {name}, which has called the model's "
+        "own in an earlier call like this one, and not in this: what it does instead is in no graph, and every rank "
+        "would compute all of it. Replace it before parallelize(), or let an argument that is True, False or a text "
+        "decide what it does"
     )
 
 

@@ -22,6 +22,7 @@ from autopar.ir.layout import replicated
 from autopar.ir.ops.random import derive_seed, step_seed
 from autopar.ir.plan import Plan
 from autopar.ir.signature import binding, pytree
+from autopar.module.added_parameters import take_added
 from autopar.module.call.batch_rows import (
     as_it_will_be_passed,
     data_rank,
@@ -31,6 +32,7 @@ from autopar.module.call.batch_rows import (
 )
 from autopar.module.call.check_first import check_once
 from autopar.module.call.evaluated_first import decide_for_training
+from autopar.module.call.put_forward import call_own
 from autopar.module.call.python_state import make_state_whole, whole_with_history, write_state
 from autopar.module.call.worker_batch import compare_among_workers, own_part, split_among
 from autopar.module.metrics import Meter
@@ -82,6 +84,9 @@ class Session:
         latest: the one that ran last.
         deferred: gradients whose reduction `no_sync` has deferred.
         random_calls: how many calls drew random numbers.
+        forwards: calls of the module's own forward, which one that is put in its place may leave out.
+        running: calls that are under way of one that is in the original's place.
+        own_forward: what the original had in that place before; None: its class's.
         number: among the parallel modules of the mesh.
         described: the key of the latest call, in words.
         offloaded: optimizer state in host memory.
@@ -102,7 +107,8 @@ class Session:
         self.latest: Specialization | None = None
         self.deferred = DeferredReduction(model.named_parameters)
         self.random_calls, self.number = 0, 0
-        self.forwards = 0  # calls of the module's forward, which one that is put in its place may leave out
+        self.forwards, self.running = 0, 0
+        self.own_forward: Any = None
         if context.control is not None:
             self.number = len(context.control.calls)
             context.control.calls.append(0)
@@ -112,12 +118,36 @@ class Session:
         self.family: list[weakref.ref[Session]] = [weakref.ref(self)]
         self.meters: list[Meter] = []
 
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of the module: what the original returns."""
+        if self.running:
+            return call_own(self, args, kwargs)
+        self._refuse_copied()
+        self.forwards += 1
+        # Under torch.compile around the model: the step has graphs of its own, and what chooses one cannot be traced.
+        call = self.call
+        if torch.compiler.is_compiling():
+            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+        return call(args, kwargs)
+
+    def _refuse_copied(self) -> None:
+        if any(s is not None and s.running for s in (member() for member in self.family)):
+            raise AutoparError(
+                f"the forward that was put on {self.name} calls that of the module which it was put on, and runs for a "
+                "copy of it, whose parameters are others: put it on the copy itself"
+            )
+
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
         refuse_hooks_of_all_modules()
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
         whole, tensors = tensors, own_part(tensors, self.context, self.options.inputs)
-        self.slots.inventory()  # of now: what follows asks for it until the user's code may have run
+        # Of now: what follows asks for it until the user's code may have run.
+        inventory = self.slots.inventory()
+        if "taken" not in inventory.memo:
+            inventory.memo["taken"] = True
+            if take_added(self.original, inventory.parameters, self.types(), self.context):
+                self.slots.inventory()
         make_state_whole(self)
         request = request_of_call(self, tensors, skeleton, split_among(whole, self.context, self.options.inputs))
         if self.first is None:

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.ir.signature.outputs import OUTSIDE
+from autopar.runtime.agreement.given_gradients import GivenGradients
+
 
 def whole(value: Any) -> Any:
     """The same nested lists, tuples and mappings with whole plain tensors; a collective call if there are DTensors.
@@ -42,7 +45,7 @@ def _like(old: Mapping[Any, Any], new: dict[Any, Any]) -> Any:
 
 
 def gather_outputs_without_loss(model: nn.Module) -> None:
-    """Let outputs be whole plain tensors, with their gradients, where there is no loss among them.
+    """Let outputs be whole plain tensors, with their gradients, where there is no loss among them, or it is `OUTSIDE`.
 
     So a loss that is computed outside of the model, from logits and labels, is what it is on one device. Where the
     model returns its loss, other outputs stay on the ranks: logits may be larger than the model.
@@ -52,15 +55,24 @@ def gather_outputs_without_loss(model: nn.Module) -> None:
 
 
 def _gather(module: Any, args: Any, output: Any) -> Any:
-    if _has_loss(output):
+    session = vars(module).get("_autopar")
+    # The original has the same hooks, and is called itself to generate: its outputs are plain.
+    if session is None or (session.options.loss != OUTSIDE and _has_loss(output)):
         return output
-    found = whole(output)
-    latest = module._autopar.latest
-    if latest is not None and not latest.step.given.compared:
-        # Each rank takes its shards of the gradient that it is given for the whole tensor.
-        for n, tensor in enumerate(t for t in _tensors(found) if t.requires_grad):
-            tensor.register_hook(partial(latest.step.given.note, f"whole output {n}"))  # type: ignore[no-untyped-call]
+    found, latest = whole(output), session.latest
+    given = None if latest is None or latest.step.given.compared else latest.step.given
+    for n, tensor in enumerate(t for t in _tensors(found) if t.requires_grad):
+        tensor.register_hook(partial(_plain_gradient, given, f"whole output {n}"))  # type: ignore[no-untyped-call]
     return found
+
+
+def _plain_gradient(given: GivenGradients | None, output: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient that a whole tensor is given, as a plain tensor: of that each rank takes its shards."""
+    if isinstance(gradient, DTensor):  # beside a tensor on the mesh it has become one
+        gradient = gradient.full_tensor()
+    if given is not None and gradient is not None:
+        given.note(output, gradient)
+    return gradient
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -114,11 +114,15 @@ def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:
 
 
 def _joint_strategy(operator: Operator, letters: str) -> Strategy | None:
-    """The strategy that splits several letters at once, each by its first factor; None if a tensor has two of them."""
+    """The strategy that splits several letters at once, each by its first factor; None if a tensor has two of them.
+
+    What has none of them is a term of a sum, if one of them is summed over.
+    """
     # A letter of size 1 has no factors.
     if any(c not in operator.letters or not operator.letters[c].factors for c in letters):
         return None
     inputs: list[Placement | None] = [None] * len(operator.inputs)
+    absent = Partial() if any(c in operator.rule.reduce for c in letters) else None
     outputs: list[Placement | None] = [Replicate() if t is None else None for t in operator.outputs]
     for c in letters:
         for placed, places in ((inputs, operator.letters[c].inputs), (outputs, operator.letters[c].outputs)):
@@ -126,6 +130,7 @@ def _joint_strategy(operator: Operator, letters: str) -> Strategy | None:
                 if placed[i] is not None:
                     return None
                 placed[i] = Split(d, start)
+    outputs = [absent if o is None else o for o in outputs]
     if any(o is None for o in outputs):
         return None
     given, made = (tuple(p or Replicate() for p in side) for side in (inputs, outputs))

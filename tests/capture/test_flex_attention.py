@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from autopar.compiler import program_of
 from autopar.errors import CaptureError
 from autopar.ir.ops.attention import attention
-from autopar.ir.ops.sequence.masked_attention import attention_masked
+from autopar.ir.ops.sequence.masked_attention import attention_masked, attention_masked_backward
 from autopar.verify.verify import verify
 
 ROWS, TOKENS = 2, 16
@@ -28,6 +28,7 @@ class Flexible(nn.Module):
         self.functions, self.function = functions, function
         self.q, self.kv, self.out = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
         self.register_buffer("slopes", 0.5 ** torch.arange(1, 5))
+        self.table = nn.Parameter(torch.randn(4, 9))
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.kv(x).chunk(2, -1))
@@ -67,19 +68,25 @@ def relative(m: Any, ids: Tensor) -> tuple[Any, Any]:
     return None, lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf"))
 
 
-FUNCTIONS = [documents, window, slopes, capped, relative]
+def learned(m: Any, ids: Tensor) -> tuple[Any, Any]:
+    """What is learned by distance, behind a cap."""
+    return window(m, ids)[0], lambda s, b, h, i, j: 3.0 * torch.tanh(0.5 * s) + m.table[h, (i - j).clamp(-4, 4) + 4]
+
+
+FUNCTIONS = [documents, window, slopes, capped, relative, learned]
 
 
 def expected(m: Flexible, x: Tensor, ids: Tensor, name: Any) -> Tensor:
     """By hand, with all scores."""
     q, k, v = m.heads(x)
     i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
-    shown = (i >= j) & (i - j < 5) if name is window else i >= j
+    shown = (i >= j) & (i - j < 5) if name in (window, learned) else i >= j
     if name in (documents, slopes, capped):
         shown = shown & (ids[:, None, :, None] == ids[:, None, None, :])
     scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 2.0
     scores = scores + m.slopes[:, None, None] * (j - i) if name is slopes else scores
     scores = 2.0 * torch.tanh(scores / 2.0) if name is capped else scores
+    scores = 3.0 * torch.tanh(scores / 2.0) + m.table[:, (i - j).clamp(-4, 4) + 4] if name is learned else scores
     weights = scores.masked_fill(~shown, -torch.inf).softmax(-1)
     loss: Tensor = m.out((weights @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2)).square().mean()
     return loss
@@ -95,9 +102,10 @@ def test_equal_values(name: Any) -> None:
     torch.testing.assert_close(report.loss, loss.detach())
     loss.backward()
     for parameter, gradient in model.named_parameters():
-        torch.testing.assert_close(report.gradients[parameter], gradient.grad)
+        expected_ = torch.zeros_like(gradient) if gradient.grad is None else gradient.grad
+        torch.testing.assert_close(report.gradients.get(parameter, torch.zeros_like(gradient)), expected_)
     found = [n for n in report.program.graph.graph.nodes if "autopar.attention" in str(n.target)]
-    assert bool(found) == (name is not capped)
+    assert all(n.target in (attention_masked, attention_masked_backward) for n in found) == (name is not relative)
 
 
 def target_of(functions: Any, function: Any = flex_attention, given: Any = None) -> Any:
@@ -113,6 +121,7 @@ def test_masks_are_functions() -> None:
     assert found.target is attention_masked and found.args[3:8] == ([], "", False, 4, 0)
     found = target_of(relative)
     assert found.target is attention and found.args[6]
+    assert target_of(lambda m, ids: (None, lambda s, b, h, i, j: s * torch.sigmoid(s))) is None
 
 
 IDS = torch.zeros(ROWS, TOKENS, dtype=torch.int64)

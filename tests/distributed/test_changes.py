@@ -43,7 +43,7 @@ def refused(rank: int) -> list[str]:
     from autopar.errors import AutoparError
 
     def replaces(model: Any) -> None:
-        model.fc.weight = nn.Parameter(torch.randn(12, 8).double())
+        model.fc.weight = nn.Parameter(torch.randn(14, 8).double())
         model(**batch(1))
 
     def resizes(model: Any) -> None:

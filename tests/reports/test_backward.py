@@ -193,5 +193,42 @@ def test_gradients_of_gradients_outside_are_an_error(of: str) -> None:
     loss = model(x)
     (gradient,) = torch.autograd.grad(loss, x if of == "batch" else model[0].weight, create_graph=True)
     assert gradient.requires_grad
-    with pytest.raises(AutoparError, match="a gradient of a gradient"):
-        (loss + gradient.square().sum()).backward()
+    penalized = loss + gradient.square().sum()
+    asked: list[Callable[[], Any]] = [
+        lambda: penalized.backward(retain_graph=True),
+        # Of some tensors alone, to which no other function of these gradients leads.
+        lambda: torch.autograd.grad(penalized, [model[0].weight], retain_graph=True),
+        lambda: penalized.backward(inputs=[model[0].bias], retain_graph=True),
+        lambda: torch.autograd.grad(gradient.sum(), x if of == "batch" else model[0].bias, allow_unused=True),
+    ]
+    for ask in asked:
+        with pytest.raises(AutoparError, match="a gradient of a gradient"):
+            ask()
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=D)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.linear(x)
+        return {"loss": h.square().mean(), "logits": h}
+
+
+@pytest.mark.parametrize("of", ["parameter", "batch"])
+def test_gradients_of_some_tensors_through_an_output_beside_the_loss_are_an_error(of: str) -> None:
+    x = torch.ones(2, 4, dtype=D, requires_grad=of == "batch")
+    model: Any = parallelize(TwoOutputs(), None)
+    out, wanted = model(x), x if of == "batch" else model.linear.weight
+    with pytest.raises(AutoparError, match="a gradient was asked through output 'logits'"):
+        torch.autograd.grad(out["loss"] + out["logits"].sum(), wanted)
+    with pytest.raises(AutoparError, match="a gradient was asked through output 'logits'"):
+        (out["loss"] + out["logits"].sum()).backward(inputs=[wanted])
+
+
+def test_transforms_around_the_model_are_an_error() -> None:
+    model: Any = parallelize(nn.Linear(4, 4, dtype=D), None, loss_fn=lambda y, b: y.square().mean())
+    for transform in (torch.func.vmap, torch.func.grad):
+        with pytest.raises(AutoparError, match="within a transform of torch"):
+            transform(lambda x: model(x[None]))(torch.ones(2, 4, dtype=D))

@@ -9,7 +9,7 @@ import re
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,15 +105,20 @@ def test_gradients_are_zeros_or_none_as_in_eager_mode(index: int) -> None:
     assert found[0] == found[1]
 
 
-def test_a_forward_that_leaves_out_the_models_is_refused() -> None:
-    model = parallelize(Several().double(), None)
-    model.forward = MethodType(lambda self, x: self.f(x).sum(), model)
-    with pytest.raises(AutoparError, match=r"forward of the parallelized model was replaced .*Replace it before"):
-        model(x)
-    model = parallelize(Several().double(), None)
-    model.forward = MethodType(lambda self, x, old=model.forward: old(x)["losses"]["fit"], model)
+def test_a_forward_that_leaves_out_the_models_at_times_is_refused() -> None:
+    model, uses = parallelize(Several().double(), None), list[bool]()
+    model.forward = lambda x, own=model.forward: own(x)["losses"]["fit"] if uses.pop() else model.f(x).sum()
+    uses.append(True)
     model(x).backward()
     assert model.f.weight.grad is not None
+    uses.append(False)
+    with pytest.raises(AutoparError, match=r"forward of the parallelized model was replaced .*Replace it before"):
+        model(x)
+
+
+def test_gradients_of_all_outputs() -> None:
+    plain, model = pair(Several(), loss="outside")
+    compare(plain, model, lambda out: out["losses"]["fit"] * out["h"].square().sum() + out["logit_scale"], x)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def is_formula(sample: Sample) -> bool:
     """Whether attention is computed by its formula on a CPU: with the bias's gradient, and values of their own size."""
     if sample.target in (attention_masked, attention_masked_backward):
         query, _, value = sample.args[sample.target is attention_masked_backward :][:3]
-        return query.shape[-1] != value.shape[-1]
+        return query.shape[-1] != value.shape[-1] or sample.args[-1] is True
     if sample.target is attention_backward:
         return sample.args[-1] or sample.args[1].shape[-1] != sample.args[3].shape[-1]
     return sample.target is attention and sample.args[0].shape[-1] != sample.args[2].shape[-1]

@@ -58,8 +58,36 @@ def masked_attention() -> Iterator[Sample]:
         saved = forward(q, k, v, leaves, *mask)
         yield call(forward, q, k, v, leaves, *mask)
         yield call(backward, x(2, 4, 8, wide), q, k, v, leaves, *saved, *mask)
+    yield from biases_of_tables()
+    yield from rows_of_attention()
     q, k = x(2, 2, 4, 4), x(2, 2, 8, 4)
     yield call(forward, q, k, k, [boolean(2, 1, 1, 8)], '[["aten.alias.default", "%0"]]', False, 8, 8, 0, 0, 8, None)
+
+
+def biases_of_tables() -> Iterator[Sample]:
+    """What is learned by distance: of each head, and of all; with a cap, and some rows at a time."""
+    forward, backward = ours.attention_masked.default, ours.attention_masked_backward.default
+    formula = '[["aten.sub.Tensor", "%0", "%1"], ["aten.add.Tensor", "%3", 7], ["autopar.look_up.default", "%2", "%4"]]'
+    places = [torch.arange(8).view(1, 1, 8, 1), torch.arange(8).view(1, 1, 1, 8)]
+    q, k, v = x(2, 4, 8, 4), x(2, 2, 8, 4), x(2, 2, 8, 4)
+    for heads, after, cap, hides in ((4, 0, None, "infinity"), (4, 8, 0.5, "infinity"), (1, 0, 0.5, "rows")):
+        mask = (formula, True, 8, after, 0, 0, 8, 0.7, x(15, heads), cap, hides)
+        saved = forward(q, k, v, places, *mask)
+        yield call(forward, q, k, v, places, *mask)
+        for learned in (False, True):
+            yield call(backward, x(2, 4, 8, 4), q, k, v, places, *saved, *mask, learned)
+
+
+def rows_of_attention() -> Iterator[Sample]:
+    """Attention of some rows at a time: a cap, dropout, a bias, and rows that a large number hides."""
+    forward, backward = ours.attention_rows.default, ours.attention_rows_backward.default
+    q, k, v, bias = x(2, 4, 4, 4), x(2, 2, 8, 4), x(2, 2, 8, 6), x(1, 4, 4, 8)
+    bias[0, 0, 1], bias[0, 1, 2] = torch.finfo(bias.dtype).min, -torch.inf
+    for given, kept, cap in ((bias, None, None), (None, boolean(2, 4, 4, 8), 0.5), (bias[:, :1], None, 0.5)):
+        numbers = (0.3 if kept is not None else 0.0, None, cap, given is bias)
+        saved = forward(q, k, v, given, kept, *numbers)
+        yield call(forward, q, k, v, given, kept, *numbers)
+        yield call(backward, x(2, 4, 4, 6), q, k, v, given, kept, *saved, *numbers, given is not None)
 
 
 def shifts() -> Iterator[Sample]:

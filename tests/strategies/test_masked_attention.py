@@ -47,6 +47,26 @@ class Attending(nn.Module):
         return loss
 
 
+class Learning(nn.Module):
+    """Two layers of causal attention, by a formula, with capped scores and biases that are learned by distance (T5)."""
+
+    def __init__(self, cap: float | None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.bias = nn.ModuleList(nn.Linear(8, 24) for _ in range(2)), nn.Embedding(9, 2)
+        self.cap, self.dropout = cap, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1])
+        bias = self.bias((at - at[:, None]).clamp(-4, 4) + 4).permute(2, 0, 1)
+        for layer in self.qkv:
+            q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in layer(x).chunk(3, -1))
+            scores = q @ k.mT / 2
+            scores = scores if self.cap is None else self.cap * torch.tanh(scores / self.cap)
+            weights = torch.where(at <= at[:, None], scores + bias, -torch.inf).softmax(-1)
+            x = x + (F.dropout(weights, self.dropout) @ v).transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
 def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).double()
 
@@ -73,7 +93,7 @@ def packed() -> dict[str, Tensor]:
 
 
 BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
-    "window": lambda: {"x": numbers(ROWS, TOKENS, 8)},
+    **dict.fromkeys(("window", "learned", "capped", "dropped"), lambda: {"x": numbers(ROWS, TOKENS, 8)}),
     "documents": documents,
     "mistral": padded,
     "qwen": packed,
@@ -82,11 +102,17 @@ BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
 }
 
 
+LEARNING: dict[str, tuple[Any, ...]] = {"learned": (None,), "capped": (1.5,), "dropped": (None, 0.5)}
+"""A cap, and dropout."""
+
+
 def build(name: str) -> nn.Module:
     """A model: of transformers a sliding window, packed documents, learned biases, and shifted windows of an image."""
     torch.manual_seed(0)
     if name in ("window", "documents"):
         return Attending(3 if name == "window" else 0).double()
+    if name in LEARNING:
+        return Learning(*LEARNING[name]).double()
     hf: Any = pytest.importorskip("transformers")
     made: Any = {
         "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(sliding_window=4, **TINY)),
@@ -103,7 +129,7 @@ def build(name: str) -> nn.Module:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", [n for n in BATCHES if n not in ("window", "documents")])
+@pytest.mark.parametrize("name", ["mistral", "qwen", "t5", "swin"])
 @pytest.mark.parametrize("axes", [{"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 2, "c": 2}], ids=len)
 def test_models_of_transformers(name: str, axes: dict[str, int]) -> None:
     """Loss and gradients of random plans are eager's."""
@@ -112,12 +138,18 @@ def test_models_of_transformers(name: str, axes: dict[str, int]) -> None:
         report = verify(model, given, axes, plan="random", seed=seed)
         assert max(report.max_error, report.capture_error) < 1e-10
     has = any(n.target is masked.attention_masked for n in program_of(model, given).graph.graph.nodes)
-    assert has == (name in ("mistral", "qwen"))
+    assert has == (name in ("mistral", "qwen", "t5"))
 
 
 @pytest.mark.parametrize(
     ("name", "parts", "sends"),
-    [("window", 4, 1), ("documents", 2, 2), pytest.param("documents", 4, 8, marks=pytest.mark.deep)],
+    [
+        ("window", 4, 1),
+        ("documents", 2, 2),
+        ("learned", 2, 2),
+        ("capped", 4, 3),
+        pytest.param("documents", 4, 8, marks=pytest.mark.deep),
+    ],
 )
 def test_keys_of_neighbors_or_of_all(name: str, parts: int, sends: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window takes rows of one neighbor; documents take keys in a ring, with numbers of documents."""

@@ -20,7 +20,7 @@ def test_every_name_has_a_contract() -> None:
         "forget_fake_results", "forget_source_with",
         "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interpreted",
         "interpreter_takes", "interpreting", "interrupt_gloo", "is_all_true", "is_boxed",
-        "is_traced", "is_transformed", "local_shape_of",
+        "is_traced", "is_transformed", "is_transforming", "local_shape_of",
         "map_tensors",
         "masks_as_they_are", "module_database",
         "new_fake_results", "number_of_groups", "operator_database", "pipeline_runtime",

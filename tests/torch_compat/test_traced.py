@@ -19,6 +19,7 @@ def test_tensors_of_transformed_functions() -> None:
 
     def function(x: torch.Tensor) -> torch.Tensor:
         found.append(compat.is_transformed(x))
+        assert compat.is_transforming() == compat.is_transformed(x)
         return x.sum()
 
     torch.func.vmap(function)(torch.ones(2, 3))

@@ -1,8 +1,8 @@
 """Attention that a model computes by its formula: products, a softmax, products again.
 
 Whoever has no kernel for what he adds to the scores writes the formula: transformers' ``eager`` attention, with the
-sinks of gpt-oss, or the biases by distance of BLOOM and MPT. Nothing but a softmax of scores is in it, so it is found
-at the last product, by the calls that led there, and captured as attention is.
+sinks of gpt-oss, the biases by distance of BLOOM and MPT, or the cap of Gemma 2. Nothing but a softmax of scores is in
+it, so it is found at the last product, by the calls that led there, and captured as attention is.
 
 Before::
 
@@ -17,7 +17,7 @@ After::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,9 +27,14 @@ from torch import Tensor, fx
 
 from autopar._torch_compat import traced_graph, traced_node
 from autopar.capture.functions.calls import Call, Calls, OtherError, is_last, name_of
-from autopar.capture.functions.hidden_rows import HIDDEN, Part, may_hide_rows
+from autopar.capture.functions.dropped_weights import CASTS as _CASTS
+from autopar.capture.functions.dropped_weights import Kept, dropped
+from autopar.capture.functions.hidden_rows import HIDDEN, Part, may_hide_rows, places
+from autopar.ir.ops.attention import attention
+from autopar.ir.ops.formula.attention_rows import attention_rows
+from autopar.ir.ops.random import draw, dropout_draw
+from autopar.ir.ops.sequence.attention_sinks import attention_with_sinks
 
-_CASTS = frozenset(("to", "float", "double", "half", "bfloat16", "type_as", "type", "contiguous"))
 _VIEWS = frozenset(("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze"))
 _PRODUCTS = frozenset(("matmul", "bmm"))
 _STEPS = _CASTS | _VIEWS | _PRODUCTS
@@ -37,6 +42,7 @@ _STEPS |= frozenset(
     (
         "mul", "multiply", "div", "true_divide", "divide", "add", "sub", "subtract", "masked_fill", "where", "baddbmm",
         "max", "amax", "cat", "concat", "softmax", "getitem", "dropout", "transpose", "swapaxes", "swapdims", "mT",
+        "tanh",
     )
 )  # fmt: skip
 """Names of functions that the formula consists of."""
@@ -53,6 +59,11 @@ class Formula:
         bias: is added to the scores, of four dims.
         sinks: ``[batch, heads, queries]``.
         scale: of the scores.
+        cap: scores are ``cap * tanh(scores / cap)`` before the bias.
+        kept: of the weights, what dropout keeps, of the shape of the scores.
+        dropout_p: share of the elements that dropout drops.
+        hides_rows: large numbers may hide all keys of a query.
+        placed: they are in the places of scores, not added to them.
     """
 
     query: Tensor
@@ -61,6 +72,27 @@ class Formula:
     bias: Tensor | None
     sinks: Tensor | None
     scale: float
+    cap: float | None
+    kept: Tensor | None
+    dropout_p: float
+    hides_rows: bool
+    placed: bool
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """The result, of tensors as the operators take them."""
+        if self.sinks is not None:
+            return attention_with_sinks(query, key, value, bias, self.sinks, self.scale)
+        rest: tuple[Any, ...] = (bias, self.kept, self.dropout_p)
+        if self.is_plain:
+            found: Tensor = attention(query, key, value, *rest, False, self.scale)[0]
+        else:
+            found = attention_rows(query, key, value, *rest, self.scale, self.cap, self.placed)[0]
+        return found
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether kernels compute its weights."""
+        return self.sinks is None and self.cap is None and not self.hides_rows
 
 
 @dataclass(frozen=True)
@@ -75,6 +107,7 @@ class _Scores:
         added: makes the bias, of the shape that it broadcasts to.
         parts: what it is made of.
         sinks: the last column, which is of no key.
+        cap: the product is ``cap * tanh(product / cap)``.
     """
 
     left: Tensor
@@ -84,6 +117,16 @@ class _Scores:
     added: Callable[[], Tensor] | None = None
     parts: tuple[Part, ...] = ()
     sinks: Tensor | None = None
+    cap: float | None = None
+
+
+@dataclass
+class _Weights:
+    """What is between the softmax and the last product: whether its last column goes, and dropout."""
+
+    dropped: bool = False
+    kept: Tensor | None = None
+    dropout_p: float = 0.0
 
 
 class Formulas:
@@ -94,6 +137,19 @@ class Formulas:
         self._known, self._learned = known, learned
         self._calls = Calls(_STEPS)
         self.note = self._calls.note
+        self._kept: dict[fx.Node, tuple[Tensor, float]] = {}
+
+    def dropout(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Dropout of a softmax's weights, whose draw is a tensor of its own; None: it is another function."""
+        given = dropped(self._calls, func, args, kwargs)
+        if given is None:
+            return None
+        kept: Tensor = draw(*dropout_draw(given.p, given.weights.dtype, list(given.weights.shape)), **given.options)
+        found: Tensor = Kept.apply(given.weights, kept, 1.0 / (1.0 - given.p))  # type: ignore[no-untyped-call]
+        node = traced_node(found)
+        if node is not None:
+            self._kept[node] = kept, given.p
+        return found
 
     def formula(self, func: Any, args: Sequence[Any]) -> Formula | None:
         """What attention is called with, whose last product this is; None: it is another product."""
@@ -108,13 +164,15 @@ class Formulas:
             return None
 
     def _attention(self, weights: Tensor, values: Tensor) -> Formula:
-        given, dropped = self._softmax(weights)
+        given, between = self._softmax(weights)
         scores = self._scores(given, given.shape)
-        if (scores.sinks is None) == dropped:
+        if (scores.sinks is None) == between.dropped:
             raise OtherError
+        if scores.sinks is not None and (scores.cap is not None or between.kept is not None):
+            raise OtherError  # sinks are merged behind a kernel
         *rest, queries, keys = given.shape
         lead = (*rest, 1) if len(rest) == 1 else tuple(rest)
-        keys -= int(dropped)
+        keys -= int(between.dropped)
         if len(lead) != 2 or (queries, keys) != tuple(weights.shape[-2:]):
             raise OtherError
         key = self._transposed(scores.right)
@@ -123,31 +181,37 @@ class Formulas:
             raise OtherError
         whole = torch.Size((*lead, queries, keys))
         # With a sink there is always something that a query sees.
-        if scores.sinks is None and may_hide_rows(scores.parts, self._known, self._learned, queries, keys):
-            raise OtherError
+        hides = scores.sinks is None and may_hide_rows(scores.parts, self._known, self._learned, queries, keys)
+        placed = places(scores.parts, self._known, self._learned) if hides else False
+        if placed is None:
+            raise OtherError  # gradients of some rows would be of either kind
         bias = None if scores.added is None else _bias(scores.added(), scores.shape, whole)
         if bias is not None and bias.dtype != q.dtype:
             raise OtherError  # a kernel would compute in the dtype of queries
         sinks = None if scores.sinks is None else scores.sinks.reshape(*lead, queries)
-        return Formula(q, k, v, bias, sinks, scores.scale)
+        kept = None if between.kept is None else between.kept.reshape(whole)
+        return Formula(q, k, v, bias, sinks, scores.scale, scores.cap, kept, between.dropout_p, hides, placed)
 
-    def _softmax(self, weights: Tensor) -> tuple[Tensor, bool]:
-        """What the softmax is of, and whether its last column is left out behind it."""
-        dropped = False
+    def _softmax(self, weights: Tensor) -> tuple[Tensor, _Weights]:
+        """What the softmax is of, and what is made of it up to the last product."""
+        found = _Weights()
         while (call := self._calls.of(weights)).name != "softmax":
             (source, *rest) = call.args
-            if call.name == "getitem" and not dropped and rest == [(..., slice(None, -1, None))]:
-                dropped = True
+            if call.name == "getitem" and not found.dropped and rest == [(..., slice(None, -1, None))]:
+                found.dropped = True
             elif call.name == "dropout":
                 if call.argument("p", 1, 0.5) and call.argument("training", 2, True):
-                    raise OtherError  # what is kept is drawn already
+                    node = traced_node(weights)
+                    if node not in self._kept or found.kept is not None:
+                        raise OtherError  # what is kept is drawn already
+                    found.kept, found.dropout_p = self._kept[node]
             elif call.name not in _CASTS and not (call.name in _VIEWS and source.shape[-2:] == weights.shape[-2:]):
                 raise OtherError
             weights = source
         (source, *rest) = call.args
         if not is_last(call.kwargs.get("dim", rest[0] if rest else None), source) or _is_narrower(weights, source):
             raise OtherError
-        return source, dropped
+        return source, found
 
     def _scores(self, tensor: Tensor, shape: torch.Size) -> _Scores:
         """Scores as a function of queries and keys; ``shape`` is that of all that is added to them."""
@@ -165,6 +229,11 @@ class Formulas:
             return replace(found, shape=tensor.shape, added=added and (lambda: _viewed(added(), first, tensor)))
         if call.name in ("mul", "multiply", "div", "true_divide", "divide"):
             return self._scaled(call, tensor)
+        if call.name == "tanh":
+            found = self._scores(first, shape)
+            if found.cap is not None or found.added is not None or found.sinks is not None:
+                raise OtherError
+            return replace(found, cap=1.0)
         if call.name in ("sub", "subtract") and not call.kwargs and self._is_maximum(rest[0], first):
             return self._scores(first, shape)  # a softmax is the same
         if call.name == "add" and not call.kwargs:
@@ -186,8 +255,9 @@ class Formulas:
         found = self._scores(left, tensor.shape)
         if found.sinks is not None:
             raise OtherError
-        added = found.added
-        return replace(found, scale=found.scale * factor, added=added and (lambda: added() * factor))
+        added, cap = found.added, None if found.cap is None else found.cap * factor
+        # A multiple of capped scores: that of the cap, and of what it is a cap of.
+        return replace(found, scale=found.scale * factor, cap=cap, added=added and (lambda: added() * factor))
 
     def _added(self, left: Any, right: Any, tensor: Tensor) -> _Scores:
         """A sum, one of whose terms is scores."""
@@ -242,11 +312,14 @@ class Formulas:
 
     def _is_maximum(self, tensor: Any, of: Tensor) -> bool:
         """Whether a tensor is the largest score of each query."""
-        call = self._calls.of(tensor)
+        call, apart = self._calls.of(tensor), False
+        if call.name == "unsqueeze":
+            apart = is_last(call.argument("dim", 1), of)
+            call = self._calls.of(call.args[0])
         (source, *rest) = call.args
         d, kept = (call.kwargs.get(n, (*rest, None, None)[i]) for i, n in enumerate(("dim", "keepdim")))
         same = isinstance(source, Tensor) and traced_node(source) is traced_node(of)
-        return call.name in ("max", "amax") and same and is_last(d, of) and kept is True
+        return call.name in ("max", "amax") and same and is_last(d, of) and bool(kept) != apart
 
     def _transposed(self, tensor: Tensor) -> Tensor:
         """Keys of transposed ones: those that were transposed, if they still are what they were."""

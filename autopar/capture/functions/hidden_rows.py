@@ -76,6 +76,30 @@ def may_hide_rows(
         return is_large and not bool(seen.any(1).all())
 
 
+def places(
+    parts: Iterable[Part], known: Callable[[fx.Node], Tensor | None], learned: Callable[[], Iterable[Tensor]]
+) -> bool | None:
+    """Whether large numbers are in the places of scores, which have no gradients then; None: some are added, too.
+
+    The same arguments as of `may_hide_rows`.
+    """
+    found = {part.number is not None for part in parts if _hides_by_number(part, known, learned)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _hides_by_number(
+    part: Part, known: Callable[[fx.Node], Tensor | None], learned: Callable[[], Iterable[Tensor]]
+) -> bool:
+    if part.number is not None:
+        return part.number != -math.inf
+    node = traced_node(part.tensor)
+    value = None if node is None else known(node)
+    if value is None:
+        return _may_be_large(node, learned)
+    with without_modes(), torch.no_grad():
+        return bool(((value <= _LARGE) & (value != -math.inf)).any())
+
+
 def _may_be_large(node: fx.Node | None, learned: Callable[[], Iterable[Tensor]]) -> bool:
     """Whether a large number may be in a tensor: the trace has one, or it comes with the batch."""
     pending, met = [node], set[fx.Node | None]()

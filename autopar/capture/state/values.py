@@ -65,9 +65,10 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
         # Notebooks that reload a module put new code into the functions that there are.
         inner.append((("code", ""), value.__code__))
         return inner + [(("kwdefault", n), d) for n, d in (value.__kwdefaults__ or {}).items()]
-    # A bound method is its object's state; a module's own is described with the module.
+    # A bound method is its object's state, which of a module is described with the module, and its function's.
     if isinstance(value, types.MethodType):
-        return [] if isinstance(value.__self__, nn.Module) else [(("attr", "__self__"), value.__self__)]
+        inner = [(("attr", "__func__"), value.__func__)]
+        return inner if isinstance(value.__self__, nn.Module) else [*inner, (("attr", "__self__"), value.__self__)]
     if isinstance(value, functools.partial):
         return [(("attr", "func"), value.func), (("attr", "args"), value.args), (("attr", "keywords"), value.keywords)]
     if isinstance(value, SIMPLE) or isinstance(value, torch.Tensor | type | types.ModuleType | np.ndarray):

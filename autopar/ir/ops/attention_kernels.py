@@ -24,6 +24,9 @@ CPU, FLASH, EFFICIENT, CUDNN, MATH = "flash on a CPU", "flash", "memory-efficien
 Kernel = tuple[str, bool]
 """A kernel's name, and whether keys and values are repeated for it, as many as there are queries' heads."""
 
+LARGE = -1e30
+"""Numbers up to this hide a key, in whose score's place they are."""
+
 _chosen: dict[Any, Kernel] = {}
 
 
@@ -47,28 +50,52 @@ def _laid_out(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _scores(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+def _products(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
     wide, heads = wide_dtype(query), key.shape[1]
     scores = _rows(query.to(wide) * scale_of(query, scale), heads) @ key.to(wide).transpose(2, 3)
-    scores = scores.reshape(*query.shape[:3], key.shape[2])
+    return scores.reshape(*query.shape[:3], key.shape[2])
+
+
+def _with_bias(scores: Tensor, bias: Tensor | None, is_causal: bool, placed: bool) -> Tensor:
     if bias is not None:
-        scores = scores + bias
+        added = scores + bias
+        scores = torch.where(bias <= LARGE, bias, added) if placed else added
     if is_causal:
         later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
     return scores
 
 
+def _weights(scores: Tensor, total: Tensor) -> Tensor:
+    """The softmax, also of a query whose scores are all the same large number, in whose logarithm these are lost."""
+    return torch.softmax(scores, -1).masked_fill((total == 0.0).unsqueeze(-1) & (scores == -torch.inf), 0.0)
+
+
 def math(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, dropout_p: float,
-    is_causal: bool, scale: float | None,
+    is_causal: bool, scale: float | None, cap: float | None = None, by_rows: bool = False, placed: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention by its formula, for whatever no kernel takes; it makes all scores."""
-    scores = _scores(query, key, bias, is_causal, scale)
+    """Attention by its formula, for whatever no kernel takes; it makes all scores.
+
+    Args:
+        query: see `autopar.ir.ops.attention.attention`, as for all others up to ``scale``.
+        key: see there.
+        value: see there.
+        bias: see there.
+        kept: see there.
+        dropout_p: see there.
+        is_causal: see there.
+        scale: see there.
+        cap: scores are ``cap * tanh(scores / cap)`` before the bias; None: as they are.
+        by_rows: large numbers may hide all keys of a query, whose result is then the mean of all values.
+        placed: those of the bias stand in the places of scores, which have no gradients; they are not added to them.
+    """
+    scores = _products(query, key, scale)
+    scores = _with_bias(scores if cap is None else cap * torch.tanh(scores / cap), bias, is_causal, placed)
     total = torch.logsumexp(scores, -1)
     # A query that sees no key gets zeros, as of torch's kernels.
     total = total.masked_fill(total == -torch.inf, 0.0)
-    weights = torch.exp(scores - total.unsqueeze(-1))
+    weights = _weights(scores, total) if by_rows else torch.exp(scores - total.unsqueeze(-1))
     if kept is not None:
         weights = weights * kept / (1.0 - dropout_p)
     out = (_rows(weights, key.shape[1]) @ value.to(weights.dtype)).reshape(*query.shape[:3], value.shape[3])
@@ -78,10 +105,16 @@ def math(
 def math_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, out: Tensor,
     logsumexp: Tensor, dropout_p: float, is_causal: bool, scale: float | None, bias_gradient: bool,
+    cap: float | None = None, by_rows: bool = False, placed: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Its gradients from what a forward saved (T. Dao et al., "FlashAttention", 2022, appendix B.4)."""
     wide, heads = wide_dtype(query), key.shape[1]
-    weights = torch.exp(_scores(query, key, bias, is_causal, scale) - logsumexp.unsqueeze(-1))
+    scores, capped = _products(query, key, scale), None
+    if cap is not None:
+        capped = torch.tanh(scores / cap)
+        scores = cap * capped
+    scores = _with_bias(scores, bias, is_causal, placed)
+    weights = _weights(scores, logsumexp) if by_rows else torch.exp(scores - logsumexp.unsqueeze(-1))
     rows = _rows(grad.to(wide), heads)
     of_weights = (rows @ value.to(wide).transpose(2, 3)).reshape(weights.shape)
     used = weights
@@ -89,11 +122,14 @@ def math_backward(
         used, of_weights = (t * kept / (1.0 - dropout_p) for t in (weights, of_weights))
     of_value = _rows(used, heads).transpose(2, 3) @ rows
     of_scores = weights * (of_weights - (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True))
+    of_bias = of_scores.sum_to_size(bias.shape).to(bias.dtype) if bias is not None and bias_gradient else None
+    if placed and bias is not None:
+        of_scores = of_scores.masked_fill(bias <= LARGE, 0.0)
+    of_scores = of_scores if capped is None else of_scores * (1.0 - capped * capped)
     scaled = _rows(of_scores, heads) * scale_of(query, scale)
     of_query = (scaled @ key.to(wide)).reshape(query.shape)
     of_key = scaled.transpose(2, 3) @ _rows(query.to(wide), heads)
     pairs = ((of_query, query), (of_key, key), (of_value, value))
-    of_bias = of_scores.sum_to_size(bias.shape).to(bias.dtype) if bias is not None and bias_gradient else None
     return *(_laid_out(a.to(b.dtype)) for a, b in pairs), query.new_empty(0) if of_bias is None else of_bias
 
 

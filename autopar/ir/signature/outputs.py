@@ -19,6 +19,9 @@ logger = logging.getLogger("autopar")
 Loss = str | int | Callable[[Any], Any] | None
 """Which scalar of the output is the loss: a key, attribute or path (``losses.total``), an index, or a function."""
 
+OUTSIDE = "outside"
+"""As a `Loss`: none of the output's, but what a script computes from it; all tensors of the output carry gradients."""
+
 _OUTPUT = "the model's output"
 
 WHICH = 'loss="losses.total" (a key, attribute or index in the output, or a path of them, or a function of it)'
@@ -68,7 +71,8 @@ def results_of(
     """Flatten an output, and find the loss in it.
 
     Of one floating scalar that requires a gradient, that is the loss. Of several all carry gradients, unless ``loss``
-    says which one does, and if none is in the output all tensors do. Caches of keys and values are dropped.
+    says which one does, and if none is in the output, or the loss is `OUTSIDE`, all tensors do. Caches of keys and
+    values are dropped.
 
     Args:
         output: of the model, or of ``loss_fn``.
@@ -92,6 +96,8 @@ def results_of(
     if more is not None:
         more(tensors)
     if not training:
+        return Results(tuple(tensors), skeleton, None, frozenset())
+    if loss == OUTSIDE:
         return Results(tuple(tensors), skeleton, None, frozenset())
     scalars = [i for i, t in enumerate(tensors) if _is_scalar(t) and t.requires_grad]
     named = None if loss is None else _named(output, tensors, loss, required)

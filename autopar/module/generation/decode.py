@@ -116,6 +116,7 @@ def _session_of(parent: Session) -> Session:
         )
         found = Session(CachedStep(parent.original), parent.context, options, None)
         found.first = parent.first  # which says how parameters are laid out
+        found.unread = parent.unread  # or it would lay out anew what others read
         _sessions[parent] = found
     found = _sessions[parent]
     found.original.training = parent.original.training

@@ -25,7 +25,6 @@ from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, TensorType, replicated
 from autopar.runtime.agreement.control import during_any
 from autopar.runtime.dtensor import (
-    Placements,
     from_local,
     full_tensor,
     of_layout,
@@ -62,25 +61,27 @@ def distribute_parameters(model: nn.Module, context: MeshContext) -> None:
     take_in_foreach(StageTensor)
     install_assignments()
     install_hook()
-    placements = (Replicate(),) * len(context.axes)
-    # By identity, so that tied parameters stay tied. Tables and not setattr: models may define __setattr__.
     mark_views(model)
-    replacement: dict[int, nn.Parameter] = {}
+    replaced(model, {id(p): distributed(p, context) for p in model.parameters()})
+
+
+def replaced(model: nn.Module, replacement: Mapping[int, nn.Parameter]) -> None:
+    """Put others in the place of parameters, by their identity, so that tied ones stay tied."""
     references = references_of(model)
+    # Tables and not setattr: models may define __setattr__.
     for module in model.modules():
         for name, old in module._parameters.items():
-            if old is None:
-                continue
-            if id(old) not in replacement:
-                replacement[id(old)] = _distributed(old, context, placements)
-            module._parameters[name] = replacement[id(old)]
+            if id(old) in replacement:
+                module._parameters[name] = replacement[id(old)]
     # Lists of weights, say, among the attributes hold the very parameters.
     for container, step, tensor, _ in references:
         if id(tensor) in replacement:
             put_reference(container, step, replacement[id(tensor)])
 
 
-def _distributed(old: nn.Parameter, context: MeshContext, placements: Placements) -> nn.Parameter:
+def distributed(old: nn.Parameter, context: MeshContext) -> nn.Parameter:
+    """A replicated DTensor of a plain parameter's values; no communication."""
+    placements = (Replicate(),) * len(context.axes)
     local = old.detach().contiguous()
     if old.is_meta:  # what a DTensor says of its device it takes from its first local tensor, and keeps
         local = torch.empty((), dtype=old.dtype, device=context.device).expand(old.shape)

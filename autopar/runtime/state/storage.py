@@ -116,7 +116,9 @@ def _converted(parameter: torch.Tensor, value: torch.Tensor, what: str) -> torch
     """The value to assign instead; None: the parameter is not on a mesh, and torch goes on as usual."""
     storage = storage_of(parameter)
     if storage is None:
-        return None
+        # Of a parameter that is on no mesh, such as an adapter's that is made of others, the whole.
+        plain = isinstance(value, DTensor) and not isinstance(parameter, DTensor)
+        return full_tensor(value.detach()) if plain else None
     if tuple(value.shape) != tuple(parameter.shape):
         raise AutoparError(
             f"what is assigned to .{what} of a parameter of shape {list(parameter.shape)} has shape "

@@ -79,17 +79,19 @@ def run(
             results, _ = step.forward(parameters, call.buffers, call.batch)
         return [step.wrap(i, r) for i, r in enumerate(results)]
     apply: Any = _StepFunction.apply
-    outputs = dict(zip(step.differentiable, apply(call, *parameters, *differentiable), strict=True))
+    made = apply(call, *parameters, *differentiable)
+    outputs = dict(zip(step.differentiable, made, strict=True))
     if (total := step.program.total) is not None:
         loss = outputs.pop(step.differentiable[0])
         outputs |= zip(total.parts, attached(loss, call.results, step.program.skeleton, total), strict=True)
-    # An input that requires a gradient, so that autograd gives the results below a backward function.
-    anchor = torch.empty(0, requires_grad=True)
     refuse: Any = _Refusal.apply
+    # What requires a gradient, so that autograd gives the results below a backward function; and the step's outputs: a
+    # gradient of nothing but some parameters or inputs goes by functions that lead there alone.
+    leads = (torch.empty(0, requires_grad=True), *made)
     return [
         outputs[i]
         if i in outputs
-        else refuse(anchor, [r], i, step.program)
+        else refuse([r], i, step.program, *leads)
         if i in step.program.withheld
         # One that is also the loss, such as loss.detach(), has its history by now.
         else (r.detach() if r.requires_grad else r)
@@ -121,7 +123,7 @@ class _StepFunction(torch.autograd.Function):
         ctx.is_tensor = [isinstance(v, torch.Tensor) for v in saved]
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
-        ctx.parameters = parameters
+        ctx.parameters, ctx.differentiable = parameters, tensors[len(parameters) :]
         call.results = [step.wrap(i, r) for i, r in enumerate(locals_)]
         return tuple(call.results[i] for i in step.differentiable)
 
@@ -131,10 +133,11 @@ class _StepFunction(torch.autograd.Function):
             found = _StepFunction._backward(ctx, *gradients)
         if not torch.is_grad_enabled():
             return found
-        # With create_graph=True. Gradients without a history would be constants, silently: of a penalty, say.
-        anchor = torch.empty(0, requires_grad=True)
+        # With create_graph=True. Gradients without a history would be constants, silently: of a penalty, say. With all
+        # that they depend on: a gradient of some of that alone goes by functions that lead there.
+        leads = (torch.empty(0, requires_grad=True), *ctx.parameters, *ctx.differentiable, *gradients)
         refuse: Any = _SecondRefusal.apply
-        return tuple(None if g is None else refuse(anchor, [g]) for g in found)
+        return tuple(None if g is None else refuse([g], *leads) for g in found)
 
     @staticmethod
     def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -202,7 +205,7 @@ class _SecondRefusal(torch.autograd.Function):
     """A gradient, which raises if someone differentiates it."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, box: list[torch.Tensor], *leads: torch.Tensor | None) -> torch.Tensor:
         # In a list, as of `_Refusal`.
         return box[0]
 
@@ -222,7 +225,7 @@ class _Refusal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, box: list[torch.Tensor], index: int, program: Program) -> torch.Tensor:
+    def forward(ctx: Any, box: list[torch.Tensor], index: int, program: Program, *leads: torch.Tensor) -> torch.Tensor:
         # In a list, where autograd does not look: of an input that is returned as it is, it would return a view.
         ctx.index, ctx.program = index, program
         return box[0]
@@ -237,7 +240,7 @@ class _Refusal(torch.autograd.Function):
             "let the hook set an attribute of the module to the scalar that it adds to the loss "
             "(module.penalty = output.square().mean()), which carries its gradient"
             if hooks
-            else "pass loss_fn=lambda output, batch: ... to autopar.parallelize and make the model return no scalar"
+            else 'pass loss_fn=lambda output, batch: ... to autopar.parallelize, or loss="outside": then all outputs do'
         )
         raise AutoparError(
             f"a gradient was asked through {what} of the parallelized model, which returns its loss: only the loss "

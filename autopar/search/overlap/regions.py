@@ -17,6 +17,7 @@ from torch import fx
 from autopar.ir.graph import Value, block_of, is_backward, module_path, producer, without_indices
 from autopar.ir.ops import float8
 from autopar.ir.ops.attention import attention, attention_backward
+from autopar.ir.ops.formula.attention_rows import attention_rows, attention_rows_backward
 from autopar.ir.ops.sequence.masked_attention import attention_masked, attention_masked_backward
 from autopar.ir.program import Program, draws
 
@@ -24,7 +25,8 @@ aten = torch.ops.aten
 
 _PRODUCTS = frozenset({
     aten.mm.default, aten.bmm.default, aten.convolution.default, aten.convolution_backward.default,
-    attention, attention_backward, attention_masked, attention_masked_backward, float8.product, float8.block_product,
+    attention, attention_backward, attention_masked, attention_masked_backward, attention_rows, attention_rows_backward,
+    float8.product, float8.block_product,
 })  # fmt: skip
 
 BEFORE = "before the microbatches"

@@ -21,6 +21,9 @@ SAME = (
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default)
 
 FILLED = {aten.zeros.default: 0, aten.ones.default: 1, aten.full.default: None}
+LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None}
+NUMBERS: dict[Any, Any] = FILLED | LIKE
+"""Operators that make one number, and which; None: it is an argument."""
 
 _LARGEST = 2**22
 """Elements of a leaf that is computed to be looked at."""
@@ -41,8 +44,9 @@ class Constants:
         """The number that all elements are; None: there is none, or nobody knows."""
         if not isinstance(node, fx.Node):
             return node
-        if node.target in FILLED:
-            filled = node.args[1] if node.target is aten.full.default else FILLED[node.target]
+        if node.target in FILLED or node.target in LIKE:
+            filled: Any = NUMBERS[node.target]
+            filled = node.args[1] if filled is None else filled
             return None if isinstance(filled, fx.Node) else filled
         if node.target is aten.expand.default:
             return self.number(node.args[0])

@@ -14,7 +14,8 @@ from torch import fx
 from autopar._torch_compat import FakeTensor, OpOverload
 from autopar.ir.graph import inherit_origin, insert_call
 from autopar.ir.node_info import info, set_info
-from autopar.passes.canonicalize.masks.constants import FILLED, SAME, VIEWS, Constants, value_of
+from autopar.passes.canonicalize.masks.constants import FILLED, LIKE, SAME, VIEWS, Constants, value_of
+from autopar.passes.canonicalize.masks.lookups import Lookup, lookup_of
 from autopar.passes.canonicalize.masks.positions import Linear, Window, positions_of_runs
 
 aten = torch.ops.aten
@@ -28,6 +29,12 @@ _COMPARED = {
 
 QUERIES, KEYS = "queries", "keys"
 """Leaves that are positions."""
+
+TABLE = "table"
+"""All tables that a formula looks up, one below the other."""
+
+_MODERATE = 1e5
+"""Numbers up to this are added to scores without a loss of what these are."""
 
 
 class Opaque(Exception):  # noqa: N818
@@ -46,6 +53,9 @@ class Walk:
         self.leaves: dict[tuple[Any, Views], str] = {}
         self.calls: list[tuple[str, list[Any]]] = []
         self.runs: set[fx.Node] = set()
+        self.lookups: list[Lookup] = []
+        # Whether nothing that is added is a large number, but for minus infinity.
+        self.is_moderate = True
         self._refs: dict[tuple[fx.Node, Views], str] = {}
 
     def seen(self, node: fx.Node, views: Views) -> tuple[Window, str | None]:
@@ -111,14 +121,19 @@ class Walk:
     def _formula(self, node: fx.Node, views: Views) -> str:
         shape = self._shape(node, views)
         if 1 in shape[2:]:
+            self._note_size(node, shape)
             return self._leaf(node, views)
+        looked_up = self._looked_up(node, views)
+        if looked_up is not None:
+            return looked_up
         inner = self._inside(node, views)
         if inner is not None:
             dtype = value_of(node).dtype
             found = self.formula(*inner)
             same = dtype == value_of(inner[0]).dtype
             return found if same else self._call("aten._to_copy.default", found, {"dtype": str(dtype)[6:]})
-        if node.target in FILLED:
+        if node.target in FILLED or node.target in LIKE:
+            self._note_size(node, shape)
             return self._leaf(node, views)
         if node.target in (aten.tril.default, aten.triu.default) and self._is_square(node, views):
             diagonal = node.args[1] if len(node.args) > 1 else 0
@@ -140,7 +155,46 @@ class Walk:
         args = [self.formula(a, views) if isinstance(a, fx.Node) else a for a in node.args]
         if any(isinstance(a, float) and not math.isfinite(a) for a in args):
             raise Opaque
+        if value_of(node).is_floating_point():  # others are positions and the like
+            self.is_moderate &= all(abs(a) <= _MODERATE for a in args if isinstance(a, int | float))
         return self._call(str(target), *args)
+
+    def _note_size(self, leaf: fx.Node, shape: list[int]) -> None:
+        """Note whether a leaf may be a large number: what the batch gives of each token may."""
+        if not value_of(leaf).is_floating_point():
+            return
+        value = self.known.rows(leaf)
+        number = self.known.number(leaf) if value is None else None
+        if value is not None:
+            value = value[value != -math.inf]
+            self.is_moderate &= bool((value.abs() <= _MODERATE).all())
+        elif number is not None:
+            self.is_moderate &= abs(number) <= _MODERATE or number == -math.inf
+        else:
+            self.is_moderate &= shape[2:] == [1, 1]
+
+    def _looked_up(self, node: fx.Node, views: Views) -> str | None:
+        """A number of each head that a table has for a query and a key; None: it is something else."""
+        found = lookup_of(node, self.known)
+        if found is None or any(right <= 2 for right in views):
+            return None
+        (count, heads), others = found.shape, self.lookups
+        dtype = value_of(found.table).dtype
+        if heads not in (1, self.shape[1]) or any(
+            x.shape[1] != heads or value_of(x.table).dtype != dtype for x in others
+        ):
+            return None
+        place = self.formula(found.rows, () if found.turned else (2, *views))
+        if found.wraps:
+            place = self._call("aten.remainder.Scalar", place, count)
+        tables = {(x.table, x.turned): x for x in others}
+        before = tables.get((found.table, found.turned))
+        offset = sum(x.shape[0] for x in tables.values()) if before is None else before.offset
+        if offset:
+            place = self._call("aten.add.Tensor", place, offset)
+        if not any(x.table is found.table and x.rows is found.rows for x in others):
+            others.append(replace(found, offset=offset))
+        return self._call("autopar.look_up.default", TABLE, place)
 
     def _leaf(self, node: Any, views: Views) -> str:
         return self.leaves.setdefault((node, views), f"leaf{len(self.leaves)}")
@@ -285,10 +339,12 @@ class Walk:
             if positions is not None:
                 self.runs.add(positions)
 
-    def placed(self, graph: fx.Graph, origin: fx.Node, value: str | None) -> tuple[tuple[fx.Node, ...], str]:
-        """The leaves that a value needs, as nodes behind ``origin``, and its formula."""
+    def placed(
+        self, graph: fx.Graph, origin: fx.Node, value: str | None
+    ) -> tuple[tuple[fx.Node, ...], str, fx.Node | None]:
+        """The leaves that a value needs, as nodes behind ``origin``, its formula, and the tables that this looks up."""
         if value is None:
-            return (), ""
+            return (), "", None
         if value in self.leaves.values():
             value = self._call("aten.alias.default", value)
         calls, wanted, pending = dict(self.calls), set[str](), [value]
@@ -302,11 +358,22 @@ class Walk:
                 if name in wanted:
                     number[name] = f"%{len(number)}"
                     nodes.append(self._place(graph, origin, leaf, views))
+            table = self._placed_tables(graph, origin) if TABLE in wanted else None
+            if table is not None:
+                number[TABLE] = f"%{len(number)}"
         for name, call in self.calls:
             if name in wanted:
                 made.append([call[0], *(number.get(a, a) if isinstance(a, str) else a for a in call[1:])])
                 number[name] = f"%{len(number)}"
-        return tuple(nodes), json.dumps(made)
+        return tuple(nodes), json.dumps(made), table
+
+    def _placed_tables(self, graph: fx.Graph, origin: fx.Node) -> fx.Node:
+        """The tables as one tensor."""
+        parts = [
+            insert_call(graph, origin, aten.permute.default, table, [1, 0]) if turned else table
+            for table, turned in dict.fromkeys((x.table, x.turned) for x in self.lookups)
+        ]
+        return parts[0] if len(parts) == 1 else insert_call(graph, origin, aten.cat.default, parts, 0)
 
     def _place(self, graph: fx.Graph, origin: fx.Node, leaf: Any, views: Views) -> fx.Node:
         """A leaf as a tensor of four dims."""
@@ -315,7 +382,7 @@ class Walk:
         if isinstance(leaf, str):
             views, size = ((0,), self.shape[2]) if leaf == QUERIES else ((), self.shape[3])
             node = _made(graph, origin, aten.arange.start_step, 0, size, 1, device=known.device)
-        elif leaf.target in FILLED and 1 not in self._shape(leaf, views)[2:]:
+        elif (leaf.target in FILLED or leaf.target in LIKE) and 1 not in self._shape(leaf, views)[2:]:
             number = self.known.number(leaf)
             views = ()
             node = _made(graph, origin, aten.full.default, [1] * 4, number, dtype=known.dtype, device=known.device)

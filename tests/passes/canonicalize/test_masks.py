@@ -30,6 +30,7 @@ class Masked(nn.Module):
         self.mask = mask
         self.q, self.kv, self.out = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
         self.bias = nn.Parameter(torch.randn(4, TOKENS, TOKENS))
+        self.far, self.near = nn.Embedding(9, 4), nn.Linear(3, 4, bias=False)
         self.register_buffer("slopes", 0.5 ** torch.arange(1, 5))
 
     def forward(self, x: Tensor, **given: Tensor) -> Tensor:
@@ -81,6 +82,11 @@ def biased(m: Masked) -> Tensor:
     return away.masked_fill(of() > at(), -torch.inf)
 
 
+def learned(table: nn.Embedding) -> Tensor:
+    """A number of each head that is learned for each distance, far ones being one (T5)."""
+    return table((of() - at()).clamp(-4, 4) + 4).permute(2, 0, 1)[None]
+
+
 # Keys before and after a query's own position that it sees (None: any), and whether there is a formula beside that.
 FUNCTIONS: dict[str, tuple[Mask, int | None, int | None, bool]] = {
     "window": (lambda m, g: (at() >= of()) & (at() - of() < 3), 2, 0, False),
@@ -105,11 +111,23 @@ FUNCTIONS: dict[str, tuple[Mask, int | None, int | None, bool]] = {
     ),
     "chunks": (lambda m, g: (at() // 4 == of() // 4) & (of() <= at()), None, 0, True),
     "bias by distance": (lambda m, g: biased(m), None, 0, True),
+    "learned by distance": (lambda m, g: learned(m.far), None, None, True),
+    "learned twice, causal": (
+        lambda m, g: (learned(m.far) + m.near.weight.t()[(at() - of()) % 3].permute(2, 0, 1) * 0.5).masked_fill(
+            of() > at(), -torch.inf),
+        None, 0, True,
+    ),
+    "learned by what the batch says": (
+        lambda m, g: m.far((g["ids"][:, None, :] - g["ids"][:, :, None]).clamp(-2, 2) + 2).permute(0, 3, 1, 2),
+        None, None, True,
+    ),
 }  # fmt: skip
 """By hand in torch-only code, as transformers does, and as packing collators give them."""
 
 STAYING: dict[str, Mask] = {
     "a learned bias": lambda m, g: m.bias,
+    "a learned bias beside a table": lambda m, g: learned(m.far) + m.bias,
+    "a table that something else reads": lambda m, g: learned(m.far) * learned(m.far).sigmoid(),
     "of queries times keys": lambda m, g: (m.bias > -1) | (of() == at()),
     "by chance": lambda m, g: (torch.rand(TOKENS, TOKENS) < 2) & (of() <= at()),
 }
@@ -128,9 +146,10 @@ def test_functions_of_masks(name: str) -> None:
     forward, backward = kernels(mask)
     far = [TOKENS if n is None else n for n in (before, after)]
     assert forward.target is masked.attention_masked and backward.target is masked.attention_masked_backward
-    found, again = forward.args[3:-1], (backward.args[4], *backward.args[7:-1])
+    found, again = forward.args[3:], (backward.args[4], *backward.args[7:-1])
     assert found == again
     assert list(found[3:5]) == far and bool(found[1]) == formula
+    assert backward.args[-1] == (found[9] is not None) and found[11] == masked.INFINITY
     for node in forward.graph.nodes:
         shape = node.meta["val"].shape if isinstance(node.meta.get("val"), Tensor) else ()
         assert list(shape[-2:]) != [TOKENS, TOKENS] or node.op == "placeholder" or "bias" in node.name, node
@@ -192,7 +211,7 @@ def values(name: str, axes: dict[str, int], seed: int, **options: Any) -> float:
     return max(report.max_error, report.capture_error)
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "a learned bias", "of queries times keys"])
+@pytest.mark.parametrize("name", [*FUNCTIONS, *(n for n in STAYING if n != "by chance")])
 def test_equal_values(name: str) -> None:
     assert values(name, {"a": 2, "b": 2}, len(name)) < 1e-10
 

@@ -2,8 +2,9 @@
 
 Its functions of one score are called once, with indices of queries and keys that broadcast, which is the same as long
 as they do nothing but compute with numbers and look numbers up. Of a mask, and of a score to which something is
-added, the mask's function is found again by `autopar.passes.canonicalize.masks`; any other function of the score is
-applied to all scores, as torch does where it compiles no kernel.
+added, the mask's function is found again by `autopar.passes.canonicalize.masks`; a score may be capped before, by a
+multiple of ``tanh`` of a multiple. Any other function of the score is applied to all scores, as torch does where it
+compiles no kernel.
 
 Before::
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch_compat import flex_attention_as, is_traced, traced_graph
 from autopar.errors import CaptureError
 from autopar.ir.ops.attention_kernels import wide_dtype
+from autopar.ir.ops.formula.attention_rows import attention_rows
 
 _ELEMENTWISE = frozenset(
     "abs add bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp clip cos detach div divide double eq exp "
@@ -90,10 +93,15 @@ def flex_attention(
     call = _Called(score_mod, "score_mod", indices)
     # Of no score, which shows what is added.
     bias = call(torch.zeros((1, 1, 1, 1), dtype=query.dtype, device=query.device), *indices)
-    if call.adds:
+    if call.adds or call.cap is not None:
         bias = bias.to(query.dtype)
         bias = bias if shown is None else torch.where(shown, bias, -math.inf)
         bias = bias.expand(*bias.shape[:2], *sizes[2:])
+        if call.cap is not None:
+            factor, cap = call.cap
+            scale = factor * cap * (query.shape[-1] ** -0.5 if scale is None else scale)
+            found: Tensor = attention_rows(query, key, value, bias, None, 0.0, scale, cap, False)[0]
+            return found
         return scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=enable_gqa)
     return _formula(query, key, value, shown, scale, lambda scores: call(scores, *indices))
 
@@ -131,6 +139,24 @@ def _check_mask(block_mask: Any, sizes: tuple[int, ...]) -> None:
         )
 
 
+_TIMES, _OVER = ("mul", "multiply", "rmul"), ("div", "divide", "true_divide", "truediv")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor that is ``outer * tanh(inner * score)`` with something added, or ``inner * score``."""
+
+    tensor: Tensor
+    inner: float
+    outer: float | None = None
+    added: bool = False
+
+    @property
+    def cap(self) -> tuple[float, float] | None:
+        """The numbers, if there is a cap."""
+        return None if self.outer is None else (self.inner, self.outer)
+
+
 class _Called(TorchFunctionMode):
     """A function of one score, called for all of them at once."""
 
@@ -141,16 +167,23 @@ class _Called(TorchFunctionMode):
         place = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
         self.name = f"{kind} {getattr(function, '__qualname__', function)}{place} of flex_attention"
         self._scores: list[Tensor] = []
+        self._forms: list[_Form] = []
+        self.cap: tuple[float, float] | None = None
 
     def __call__(self, *args: Tensor) -> Tensor:
-        """The function's value, four dims that broadcast; notes whether it adds to the score."""
+        """The function's value, four dims that broadcast; notes whether it adds to the score, and how it caps it.
+
+        Of ``cap * tanh(factor * score)`` with something added, ``cap`` is (factor, cap).
+        """
         self._scores = list(args[: len(args) - 4])
+        self._forms = [_Form(t, 1.0) for t in self._scores]
         self.adds = bool(self._scores)
         with self:
             value: Any = self.function(*args)
         if not isinstance(value, Tensor):
             value = torch.full((), value, device=args[-1].device)
         self.adds = self.adds and self._is_score(value)
+        self.cap = next((f.cap for f in self._forms if f.tensor is value and f.outer is not None), None)
         made: Tensor = value.reshape((1,) * (4 - value.ndim) + value.shape)
         return made
 
@@ -177,16 +210,38 @@ class _Called(TorchFunctionMode):
             raise CaptureError(
                 f"{self.name} makes a tensor of shape {list(result.shape)}; make it outside of the function"
             )
+        if (form := self._form(plain, args, kwargs, result)) is not None:
+            self._forms.append(form)
         if self.adds and any(self._is_score(a) for a in (*args, *kwargs.values())):
-            if self._adds(plain, args, kwargs):
+            if self._adds(plain, args, kwargs, [self._is_score(a) for a in args]):
                 self._scores.append(result)
             else:
                 self.adds = False
         return result
 
-    def _adds(self, name: str, args: Any, kwargs: Any) -> bool:
+    def _form(self, name: str, args: Any, kwargs: Any, result: Tensor) -> _Form | None:
+        """A call's result as a form of the score; None: it is another function of it, or none."""
+        forms = [next((f for f in self._forms if f.tensor is a), None) for a in args]
+        found = [f for f in forms if f is not None]
+        if len(found) != 1 or kwargs:
+            return None
+        (form,), rest = found, [a for a, f in zip(args, forms, strict=True) if f is None]
+        if name == "tanh" and form.outer is None:
+            return replace(form, tensor=result, outer=1.0)
+        if name in _TIMES or (name in _OVER and forms[0] is form):
+            number = rest[0] if rest and isinstance(rest[0], int | float) else 0.0
+            if form.added or not number or not math.isfinite(number):
+                return None
+            factor = float(number) if name in _TIMES else 1.0 / number
+            if form.outer is None:
+                return replace(form, tensor=result, inner=form.inner * factor)
+            return replace(form, tensor=result, outer=form.outer * factor)
+        if form.outer is not None and self._adds(name, args, kwargs, [f is not None for f in forms]):
+            return replace(form, tensor=result, added=True)
+        return None
+
+    def _adds(self, name: str, args: Any, kwargs: Any, scores: list[bool]) -> bool:
         """Whether a call's result is a score with something added, or with minus infinity in some places."""
-        scores = [self._is_score(a) for a in args]
         if kwargs or sum(scores) != 1:
             return False
         if name in ("add", "radd") or (name in ("sub", "subtract") and scores[0]):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -30,15 +31,21 @@ import torch
 from torch import Tensor
 
 from autopar.ir.ops import attention_kernels as kernels
+from autopar.ir.ops.formula import of_tables
+from autopar.ir.ops.formula.look_up import look_up
+from autopar.ir.ops.formula.of_tables import Of
 
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor[] leaves"
-_MASK = "str formula, bool added, int before, int after, int first_query, int first_key, int positions, float? scale"
+_MASK = (
+    "str formula, bool added, int before, int after, int first_query, int first_key, int positions, float? scale, "
+    "Tensor? table=None, float? cap=None, str hides='numbers'"
+)
 _library.define(f"attention_masked({_TENSORS}, {_MASK}) -> (Tensor, Tensor)")
 _library.define(
-    f"attention_masked_backward(Tensor grad, {_TENSORS}, Tensor out, Tensor logsumexp, {_MASK}) "
-    "-> (Tensor, Tensor, Tensor)"
+    f"attention_masked_backward(Tensor grad, {_TENSORS}, Tensor out, Tensor logsumexp, {_MASK}, "
+    "bool table_gradient=False) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 attention_masked = torch.ops.autopar.attention_masked.default
@@ -57,6 +64,9 @@ Args:
     first_key: position of the first key; keys at negative positions, and from ``positions`` on, are seen by none.
     positions: how many there are.
     scale: of the scores; None: ``head ** -0.5``.
+    table: ``[rows, heads]`` or ``[rows, 1]``, the formula's last leaf, which it looks up and which may be learned.
+    cap: scores are ``cap * tanh(scores / cap)`` before the mask; None: as they are.
+    hides: what hides keys: `INFINITY`, `NUMBERS`, `ROWS` or `PLACES`.
 
 Returns:
     The result ``[batch, heads, queries, value_head]``, and the logarithm of each query's sum of exponentials; `NOTHING`
@@ -64,7 +74,13 @@ Returns:
 """
 
 attention_masked_backward = torch.ops.autopar.attention_masked_backward.default
-"""Gradients of query, key and value."""
+"""Gradients of query, key, value and table; that of the table is empty where it is not asked for."""
+
+INFINITY, NUMBERS, ROWS, PLACES = "infinity", "numbers", "rows", "places"
+"""Minus infinity alone, so that parts of a row may be joined; large numbers, too; and maybe all keys of a query.
+
+Of the last two, large numbers are added to scores, whose gradients are those of the sum, or stand in their places.
+"""
 
 NOTHING = -1e30
 """The logarithm of no exponentials: finite, so that differences of two of them are numbers."""
@@ -76,7 +92,7 @@ FEWEST = 128
 """Rows below which they are not divided further: kernels of fewer are slow."""
 
 
-def band_rows(queries: int, keys: int, before: int, after: int, positions: int) -> int:
+def band_rows(queries: int, keys: int, before: int, after: int, positions: int, at_once: int = 1) -> int:
     """How many queries are computed at a time: about a quarter of the window, or an eighth of them under half a mask.
 
     Args:
@@ -85,6 +101,7 @@ def band_rows(queries: int, keys: int, before: int, after: int, positions: int) 
         before: of the window.
         after: of the window.
         positions: of the sequence.
+        at_once: in how many samples and heads scores of a band are in memory at a time.
     """
     rows = queries
     limits = [n < positions - 1 for n in (before, after)]
@@ -92,12 +109,12 @@ def band_rows(queries: int, keys: int, before: int, after: int, positions: int) 
         rows = max(FEWEST, -(-(before + after + 1) // 4))
     elif any(limits):
         rows = max(FEWEST, -(-queries // 8))
-    return max(1, min(rows, queries, LARGEST // max(keys, 1)))
+    return max(1, min(rows, queries, LARGEST // max(keys * at_once, 1)))
 
 
-def pairs(queries: int, keys: int, before: int, after: int, positions: int) -> float:
+def pairs(queries: int, keys: int, before: int, after: int, positions: int, at_once: int = 1) -> float:
     """How many scores are computed, at most: those of the rows that are computed at a time, and of their keys."""
-    rows = band_rows(queries, keys, before, after, positions)
+    rows = band_rows(queries, keys, before, after, positions, at_once)
     wide = [n if n < positions - 1 else None for n in (before, after)]
     if None not in wide:
         return float(queries * max(min(keys, before + after + rows), 1))
@@ -107,10 +124,10 @@ def pairs(queries: int, keys: int, before: int, after: int, positions: int) -> f
 
 
 def bands(
-    queries: int, keys: int, before: int, after: int, first_query: int, first_key: int, positions: int
+    queries: int, keys: int, before: int, after: int, first_query: int, first_key: int, positions: int, at_once: int = 1
 ) -> Iterator[tuple[int, int, int, int]]:
     """First and last of some queries, and of the keys that any of them may see, the last excluded."""
-    rows = band_rows(queries, keys, before, after, positions)
+    rows = band_rows(queries, keys, before, after, positions, at_once)
     for start in range(0, queries, rows):
         end = min(start + rows, queries)
         low = max(first_query + start - before, 0, first_key)
@@ -124,17 +141,23 @@ def evaluate(formula: str, leaves: Sequence[Any]) -> Any:
     ``%i`` is leaf ``i``, or what a call before gave, counted on from the leaves; a mapping at the end has arguments by
     name. The last one's is the value.
     """
+    return _values(formula, leaves)[-1]
+
+
+def _values(formula: str, leaves: Sequence[Any]) -> list[Any]:
+    """Of leaves and of all calls."""
     found = list(leaves)
     for target, args, kwargs in _calls(formula):
-        found.append(target(*(found[a.number] if isinstance(a, _Of) else a for a in args), **kwargs))
-    return found[-1]
+        found.append(target(*(found[a.number] if isinstance(a, Of) else a for a in args), **kwargs))
+    return found
 
 
-class _Of:
-    """A leaf, or a call's value."""
+def has_table_gradient(formula: str, leaves: int) -> bool:
+    """Whether there is a gradient of the table that a formula looks up, of which that is the last of its leaves."""
+    return of_tables.has_gradient([call[:2] for call in _calls(formula)], leaves - 1)
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+
+_OWN = {str(look_up): look_up}
 
 
 @lru_cache(256)
@@ -144,14 +167,14 @@ def _calls(formula: str) -> tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], .
         kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
         named = {k: getattr(torch, v) if k == "dtype" else v for k, v in kwargs.items()}
         namespace, operator, overload = name.split(".")
-        target = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
-        read = tuple(_Of(int(a[1:])) if isinstance(a, str) else a for a in args)
+        target = _OWN[name] if name in _OWN else getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+        read = tuple(Of(int(a[1:])) if isinstance(a, str) else a for a in args)
         found.append((target, read, named))
     return tuple(found)
 
 
 def _bias(
-    query: Tensor, leaves: Sequence[Tensor], formula: str, added: bool, ends: tuple[int, int, int, int], mask: _Mask
+    query: Tensor, leaves: Sequence[Tensor], table: Tensor | None, ends: tuple[int, int, int, int], mask: _Mask
 ) -> tuple[Tensor | None, Tensor | None]:
     """What is added to some queries' scores, and which of these see no key; None: nothing, and none."""
     start, end, low, high = ends
@@ -164,9 +187,9 @@ def _bias(
     if start + mask.first_query + mask.after < high - 1 + mask.first_key:
         seen = of <= at + mask.after
         shown = seen if shown is None else shown & seen
-    if formula:
-        value = evaluate(formula, [_part(t, ends) for t in leaves])
-        if added:
+    if mask.formula:
+        value = evaluate(mask.formula, _read(leaves, table, ends))
+        if mask.added:
             bias = value.to(query.dtype)
         else:
             shown = value if shown is None else shown & value
@@ -180,30 +203,94 @@ def _bias(
     return bias, (bias == -math.inf).all(-1)
 
 
+def _read(leaves: Sequence[Tensor], table: Tensor | None, ends: tuple[int, int, int, int]) -> list[Tensor]:
+    """What a formula reads for some queries and keys."""
+    return [*(_part(t, ends) for t in leaves), *([] if table is None else [table])]
+
+
+def _of_table(
+    leaves: Sequence[Tensor], table: Tensor, ends: tuple[int, int, int, int], mask: _Mask, of_bias: Tensor
+) -> Tensor:
+    """The gradient of a table, from that of what some queries and keys make of it."""
+    values = _values(mask.formula, _read(leaves, table, ends))
+    of_bias = of_bias.to(values[-1].dtype).sum_to_size(values[-1].shape)
+    return of_tables.gradient([call[:2] for call in _calls(mask.formula)], values, len(leaves), of_bias)
+
+
 def _part(leaf: Tensor, ends: tuple[int, int, int, int]) -> Tensor:
     start, end, low, high = ends
     leaf = leaf if leaf.shape[2] == 1 else leaf[:, :, start:end]
     return leaf if leaf.shape[3] == 1 else leaf[:, :, :, low:high]
 
 
+@dataclass(frozen=True)
 class _Mask:
-    """Where a mask's window is."""
+    """A mask's formula, where its window is, and how scores become weights."""
 
-    def __init__(self, before: int, after: int, first_query: int, first_key: int, positions: int) -> None:
-        self.before, self.after, self.first_query, self.first_key = before, after, first_query, first_key
-        self.positions = positions
+    formula: str
+    added: bool
+    before: int
+    after: int
+    first_query: int
+    first_key: int
+    positions: int
+    scale: float | None
+    cap: float | None
+    hides: str
 
     def bands(self, query: Tensor, key: Tensor) -> Iterator[tuple[int, int, int, int]]:
         """See `bands`."""
-        place = (self.before, self.after, self.first_query, self.first_key, self.positions)
+        at_once = query.shape[0] * query.shape[1] if self.by_formula else 1
+        place = (self.before, self.after, self.first_query, self.first_key, self.positions, at_once)
         return bands(query.shape[2], key.shape[2], *place)
+
+    @property
+    def by_formula(self) -> bool:
+        """Whether no kernel computes it."""
+        return self.cap is not None or self.hides in (ROWS, PLACES)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        """Result and logarithm of some queries."""
+        if self.by_formula:
+            by_rows = self.hides in (ROWS, PLACES)
+            return kernels.math(query, key, value, bias, None, 0.0, False, self.scale, self.cap, by_rows)
+        return kernels.forward(query, key, value, bias, 0.0, False, self.scale)[:2]
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, out: Tensor, log: Tensor,
+        learned: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Gradients of query, key, value and bias."""
+        if self.by_formula:
+            by_rows, placed = self.hides in (ROWS, PLACES), self.hides == PLACES
+            return kernels.math_backward(
+                grad,
+                query,
+                key,
+                value,
+                bias,
+                None,
+                out,
+                log,
+                0.0,
+                False,
+                self.scale,
+                learned,
+                self.cap,
+                by_rows,
+                placed,
+            )
+        return kernels.backward(
+            grad, query, key, value, bias, out, log, None, None, 0.0, False, self.scale, learned
+        )  # fmt: skip
 
 
 def _attention_masked(
     query: Tensor, key: Tensor, value: Tensor, leaves: Sequence[Tensor], formula: str, added: bool, before: int,
-    after: int, first_query: int, first_key: int, positions: int, scale: float | None,
+    after: int, first_query: int, first_key: int, positions: int, scale: float | None, table: Tensor | None = None,
+    cap: float | None = None, hides: str = NUMBERS,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    mask = _Mask(before, after, first_query, first_key, positions)
+    mask = _Mask(formula, added, before, after, first_query, first_key, positions, scale, cap, hides)
     wide = kernels.wide_dtype(query)
     outs, logs = [], []
     for start, end, low, high in mask.bands(query, key):
@@ -212,8 +299,8 @@ def _attention_masked(
             outs.append(query.new_zeros((*some.shape[:3], value.shape[3])))
             logs.append(query.new_full(some.shape[:3], NOTHING, dtype=wide))
             continue
-        bias, unseeing = _bias(query, leaves, formula, added, (start, end, low, high), mask)
-        out, log = kernels.forward(some, key[:, :, low:high], value[:, :, low:high], bias, 0.0, False, scale)[:2]
+        bias, unseeing = _bias(query, leaves, table, (start, end, low, high), mask)
+        out, log = mask.forward(some, key[:, :, low:high], value[:, :, low:high], bias)
         if unseeing is not None:
             out, log = out.masked_fill(unseeing.unsqueeze(-1), 0.0), log.masked_fill(unseeing, NOTHING)
         outs.append(out)
@@ -225,25 +312,30 @@ def _attention_masked(
 def _attention_masked_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, leaves: Sequence[Tensor], out: Tensor, logsumexp: Tensor,
     formula: str, added: bool, before: int, after: int, first_query: int, first_key: int, positions: int,
-    scale: float | None,
+    scale: float | None, table: Tensor | None = None, cap: float | None = None, hides: str = NUMBERS,
+    table_gradient: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    mask = _Mask(before, after, first_query, first_key, positions)
+    mask = _Mask(formula, added, before, after, first_query, first_key, positions, scale, cap, hides)
     wide = kernels.wide_dtype(query)
     of_query = torch.zeros_like(query)
     of_key, of_value = (torch.zeros_like(t, dtype=wide) for t in (key, value))
+    learned = table if table_gradient else None
+    of_table = query.new_empty(0) if learned is None else torch.zeros_like(learned)
     for start, end, low, high in mask.bands(query, key):
         if low >= high:
             continue
-        bias, _ = _bias(query, leaves, formula, added, (start, end, low, high), mask)
+        bias, _ = _bias(query, leaves, table, (start, end, low, high), mask)
         rows, columns = slice(start, end), slice(low, high)
-        found = kernels.backward(
+        found = mask.backward(
             grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], bias, out[:, :, rows],
-            logsumexp[:, :, rows].contiguous(), None, None, 0.0, False, scale, False,
+            logsumexp[:, :, rows].contiguous(), learned is not None,
         )  # fmt: skip
         of_query[:, :, rows] = found[0]
         of_key[:, :, columns] += found[1]
         of_value[:, :, columns] += found[2]
-    return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
+        if learned is not None:
+            of_table += _of_table(leaves, learned, (start, end, low, high), mask, found[3])
+    return of_query, of_key.to(key.dtype), of_value.to(value.dtype), of_table
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -252,8 +344,11 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, T
     return out, query.new_empty((batch, heads, queries), dtype=kernels.wide_dtype(query))
 
 
-def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    # Of arguments that are left out a call has none; the table is the one after three tensors and eight of the mask.
+    table, learned = (rest[i] if len(rest) > i else None for i in (11, 14))
+    of_table = torch.empty_like(table) if learned and table is not None else query.new_empty(0)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_table
 
 
 for _name, _kernel, _shapes in (

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from autopar.ir.ops.balanced_attention import shape_of, value_of
-from autopar.ir.ops.sequence.masked_attention import attention_masked, attention_masked_backward
+from autopar.ir.ops.sequence.masked_attention import NUMBERS, attention_masked, attention_masked_backward
 
 aten = torch.ops.aten
 
@@ -38,12 +38,21 @@ class Mask:
     first_key: Any
     positions: int
     scale: float | None
+    table: Any = None
+    cap: float | None = None
+    hides: str = NUMBERS
+    table_gradient: bool = False
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """In the order of the operator."""
         ends = (self.before, self.after, self.first_query, self.first_key, self.positions)
-        return self.formula, self.added, *ends, self.scale
+        return self.formula, self.added, *ends, self.scale, self.table, self.cap, self.hides
+
+    @property
+    def backward_arguments(self) -> tuple[Any, ...]:
+        """The same of the gradients' operator."""
+        return *self.arguments, self.table_gradient
 
 
 def of_some_queries(context: Any, query: Any, key: Any, value: Any, leaves: Any, *mask: Any) -> Any:
@@ -57,7 +66,7 @@ def gradients_of_some_queries(
 ) -> Any:
     """Its gradients; of keys and values the terms of this device's queries."""
     own = replace(Mask(*mask), first_query=context.axis_index() * context.local_size("q"))
-    return attention_masked_backward(grad, query, key, value, leaves, out, log, *own.arguments)
+    return attention_masked_backward(grad, query, key, value, leaves, out, log, *own.backward_arguments)
 
 
 def is_windowed(before: int, after: int, queries: int, keys: int) -> bool:
@@ -101,8 +110,8 @@ def attend(context: Any, query: Any, key: Any, value: Any, leaves: Any, *mask: A
 
 def gradients(
     context: Any, grad: Any, query: Any, key: Any, value: Any, leaves: Any, out: Any, log: Any, *mask: Any
-) -> tuple[Any, Any, Any]:
-    """Gradients of this device's queries, keys and values.
+) -> tuple[Any, Any, Any, Any]:
+    """Gradients of this device's queries, keys and values, and the terms of its queries in that of the table.
 
     Args:
         context: of the lowering.
@@ -117,10 +126,13 @@ def gradients(
     """
     work = _Work(context, Mask(*mask), query, key, value, leaves)
     head, dtype, wide = shape_of(key)[3], value_of(query).dtype, value_of(log).dtype
+    of_table: list[Any] = []
 
     def call(block: _Block, own: Mask) -> tuple[Any, Any]:
         keys, values, read = work.apart(block)
-        made = attention_masked_backward(grad, query, keys, values, read, out, log, *own.arguments)
+        made = attention_masked_backward(grad, query, keys, values, read, out, log, *own.backward_arguments)
+        if own.table_gradient:
+            of_table.append(made[3])
         return made[0], _to(aten.cat.default([made[1], made[2]], 3), wide)
 
     if work.is_near:
@@ -138,7 +150,17 @@ def gradients(
         of_keys = of_keys if arrive is None else arrive()
     of_keys = _to(of_keys, dtype)
     ends = ((0, head), (head, shape_of(of_keys)[3]))
-    return _to(of_query, dtype), *(aten.slice.Tensor(of_keys, 3, a, b) for a, b in ends)
+    of_key, of_value = (aten.slice.Tensor(of_keys, 3, a, b) for a, b in ends)
+    return _to(of_query, dtype), of_key, of_value, _sum(of_table)
+
+
+def _sum(terms: list[Any]) -> Any:
+    """The sum of what steps gave; None: they gave nothing."""
+    found = None
+    for term in terms:
+        # Another tensor than the operator's own result, which is named otherwise.
+        found = aten.alias.default(term) if found is None else aten.add.Tensor(found, term)
+    return found
 
 
 @dataclass(frozen=True)

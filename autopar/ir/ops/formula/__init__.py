@@ -1,0 +1,1 @@
+"""Attention whose weights no kernel computes, and what its formulas look up."""
