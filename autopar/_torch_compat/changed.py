@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -54,6 +55,23 @@ def without_modes() -> Iterator[None]:
 
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+@contextmanager
+def dispatch_restored() -> Iterator[None]:
+    """Behind it, operators are dispatched as before, even if an error is caught and kept.
+
+    Where printing a tensor of `torch.func` fails, a guard that changes the dispatch lives as long as the traceback.
+    """
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        try:
+            yield
+        except Exception as e:
+            for frame, _ in traceback.walk_tb(e.__traceback__):
+                if frame.f_code.co_filename == torch._tensor_str.__file__:
+                    frame.clear()
+            raise
 
 
 @contextmanager

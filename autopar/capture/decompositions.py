@@ -153,7 +153,9 @@ def _bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any
 
     `Intercepts` sees to it that a model's own ``torch.bernoulli(x, p)`` comes here with a row-major ``x``.
     """
-    if list(x.stride()) == sorted(x.stride(), reverse=True):
+    # What has elements in common is not written to: under vmap this is of a new tensor, which is row-major.
+    shared = any(step == 0 and n > 1 for n, step in zip(x.shape, x.stride(), strict=True))
+    if shared or list(x.stride()) == sorted(x.stride(), reverse=True):
         return NotImplemented
     return _by_storage(x, lambda _, order: aten.bernoulli.p(x.permute(order), p, generator=generator))
 

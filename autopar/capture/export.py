@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import sys
-import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +25,7 @@ from autopar._torch_compat import (
     FakeTensorMode,
     aot_export_joint_with_descriptors,
     compiling,
+    dispatch_restored,
     recurrent_dropout,
     resampling_as_operators,
     storage_id,
@@ -34,7 +33,8 @@ from autopar._torch_compat import (
 )
 from autopar.capture.decompositions import decompositions
 from autopar.capture.describe import describe
-from autopar.capture.functions.refused import require_plain
+from autopar.capture.functions.refused import require_dense, require_plain
+from autopar.capture.functions.torch_errors import explained
 from autopar.capture.harness import Harness, LossFunction
 from autopar.capture.intercepts import extent, refused_view
 from autopar.capture.origins import record_origins
@@ -85,6 +85,12 @@ def capture(
     refuse_hooks_of_all_modules()
     tensors, arguments = binding.flatten(model, batch)
     refuse_opaque(model)
+    require_dense(
+        {
+            **{repr(n): t for n, t in state_tensors(model).items()},
+            **{f"tensor {i} of the batch": t for i, t in enumerate(tensors)},
+        }
+    )
     # As in eager mode: under no_grad a call builds no graph for a backward pass.
     wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *tensors))
     training = wants_gradient if training is None else training
@@ -228,7 +234,7 @@ def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
         # With oneDNN an LSTM on a CPU is one opaque operator, with cuDNN one on a GPU, which asks for the memory of its
         # weights; without, it is matrix products, the same on every device.
         with (
-            contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False),
+            dispatch_restored(), contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False),
             torch.backends.cudnn.flags(enabled=False), compiling(), recurrent_dropout(), _uncompiled(),
             without_ordered_effects(), resampling_as_operators(),
         ):  # fmt: skip
@@ -237,13 +243,13 @@ def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
             ).graph_module
         _remove_effects(joint.graph)
         # Torch's annotations become what passes carry along: regions, stacks of modules, lines.
-        mark(joint.graph)
         record_origins(joint.graph)
+        mark(joint.graph)
         return joint
     except CaptureError:
         raise
     except Exception as e:
-        raise _explain(e) from e
+        raise explained(e) from e
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
@@ -262,99 +268,6 @@ def _remove_effects(graph: fx.Graph) -> None:
         [n for n in graph.nodes if n.target is check or getattr(n.target, "namespace", "") == "profiler"]
     ):
         graph.erase_node(node)
-
-
-_REASONS = (
-    (
-        "requires_grad flags of leaf variables",
-        "it sets requires_grad of a parameter, which is a computed tensor while the model is traced; set it outside of "
-        "the model, between calls, or detach() in forward",
-    ),
-    (
-        "Cannot backprop through mirrored meta",
-        "it calls backward(); take torch.autograd.grad(loss, tensors, create_graph=True) of what the call computes",
-    ),
-    (
-        "mutating a non-functional tensor",
-        "a backward pass writes to a tensor of the model in place; do that in forward, under torch.no_grad()",
-    ),
-    ("set_ on a graph input", "it gives a tensor other memory (set_); assign a new tensor to the attribute"),
-    ("Attempted to resize", "it resizes a tensor (resize_); assign a new tensor to the attribute, of torch.cat, say"),
-    (
-        "cannot assign 'torch.",
-        "it replaces a parameter; do that outside of the model, or write to it under torch.no_grad()",
-    ),
-    (
-        "registered for HigherOrderOperator",
-        "it calls a loop of torch's own (while_loop, scan, map); write the loop in Python, of a fixed number of steps, "
-        "or use torch.cond, torch.func.vmap or cumsum",
-    ),
-    (".numpy() is not supported", "it hands a tensor to numpy, whose values are not known; compute with torch"),
-    ("unsupported format string", "it makes a text of a tensor, whose values are not known; keep the tensor itself"),
-)
-"""Texts of torch's errors, and what they mean to the user; texts change between versions, and then its own is shown."""
-
-
-_PACKED = (
-    "give the recurrent layer the padded sequences and take what you need of its output by the lengths: "
-    "output[torch.arange(len(lengths)), lengths - 1] is the last state; or "
-)
-
-_GROUPED = "set config._experts_implementation to 'grouped_mm', which loops over none; or "
-_STACKED = (
-    "stack the experts' weights and multiply tokens, sorted by expert, by groups (torch._grouped_mm), or all tokens by "
-    "all experts; or "
-)
-
-_REMEDIES = {
-    "pack_padded_sequence": _PACKED,
-    "pack_sequence": _PACKED,
-    "ctc_loss": "return the log-probabilities and compute ctc_loss outside of the model, of what "
-    'parallelize(..., outputs="whole") returns; or ',
-}
-"""Functions of torch that look at the values of lengths, and what to write instead."""
-
-
-def _explain(error: Exception) -> CaptureError:
-    """A tracing failure in the user's terms: their line, the reason, the remedy."""
-    text = str(error)
-    # The user's innermost frame: torch's and autopar's say nothing to them.
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not re.search(r"[/\\]torch[/\\]|[/\\]autopar[/\\]", f.filename)
-    ]
-    line = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    kind = type(error).__name__
-    # By name and text: these errors have no public class, and their texts change between versions of torch.
-    dynamic = "DataDependent" in kind or "DynamicOutputShape" in kind or "data-dependent" in text.lower()
-    if dynamic or "Could not guard" in text or "_local_scalar_dense" in text:
-        # A framework's loop over the experts that have tokens; it has other forms, too.
-        stack = traceback.extract_tb(error.__traceback__)
-        called = {f.name for f in stack}
-        chosen = any(re.search(r"transformers[/\\]integrations[/\\]moe\.py", f.filename) for f in stack)
-        remedy = "" if "expert" not in line else _GROUPED if chosen else _STACKED
-        remedy = next((r for name, r in _REMEDIES.items() if name in called), remedy)
-        return CaptureError(
-            f"control flow that depends on data{line}: one graph must serve every batch; {remedy}"
-            "use torch.where or torch.cond, masked sums in place of tensor[mask], or move the decision out of the model"
-        )
-    # The second is torch 2.11's.
-    if ("DeviceMismatch" in kind or "FakeTensor Device Propagation" in text) and "meta" in text:
-        return CaptureError(
-            f"a tensor on the meta device that is no parameter, buffer or batch tensor{line}: its values would become "
-            "constants of the graph; make it with register_buffer, or on a real device"
-        )
-    if "Unexpected fake buffer" in text:
-        return CaptureError(
-            "the model keeps a tensor from one call to the next in a place that is no attribute of a module "
-            "(parametrize.cached(), functools.lru_cache, a global dict), where a trace cannot undo that: call it "
-            "outside of cached(); keep it in an attribute or buffer; or clear the cache and run it before parallelize()"
-        )
-    for part, reason in _REASONS:
-        if part in text:
-            return CaptureError(f"cannot capture the model{line}: {reason}")
-    return CaptureError(f"cannot capture the model{line}: {kind}: {text.splitlines()[0] if text else ''}")
 
 
 @contextlib.contextmanager
@@ -408,7 +321,7 @@ def _check_gradients(
         # Fake tensors have no backward pass of some functions (Hessians under vmap), which need not be about these.
         wanted = {id(p) for n, p in harness.model.named_parameters() if n in missing}
         if not live or not _leaves(live).isdisjoint(wanted):
-            raise _explain(e) from e
+            raise explained(e) from e
     lost = [n for n, p in harness.model.named_parameters() if n in missing and p.grad is not None]
     if lost:
         raise CaptureError(

@@ -7,7 +7,7 @@
 * A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
 * Batch norm with ``momentum=None`` counts with a tensor, not with the number in it.
 * Copies of parameters are refused: they would be strangers.
-* `nn.Transformer` takes masks as they are, where it would look whether they are causal.
+* `nn.Transformer` takes masks as they are, where it would look whether they are causal; its encoder fills with zeros.
 * `flex_attention` is attention under the mask that its functions make, or its formula.
 * `associative_scan` is one operator where it is a linear recurrence.
 * Functions of which torch traces another than eager mode runs, or that look at values, are their formulas.
@@ -36,6 +36,7 @@ from autopar._torch_compat import (
     TorchDispatchMode,
     is_all_true,
     is_traced,
+    is_transformed,
     masks_as_they_are,
     storage_id,
     suggest_memory_format,
@@ -43,6 +44,7 @@ from autopar._torch_compat import (
 )
 from autopar.capture.functions.drawing import DRAWING, drawn
 from autopar.capture.functions.formulas import BY_FORMULA, gaussian_nll_loss
+from autopar.capture.functions.padded_encoder import padded_with_zeros
 from autopar.capture.origins import user_frame
 from autopar.capture.state.on_mesh import is_on_mesh
 from autopar.capture.state.slots import VIEW_OF
@@ -55,6 +57,7 @@ from autopar.ir.signature.pytree import Leaf
 _AUTOPAR = str(Path(__file__).parent.parent)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CHECK = torch.ops.aten._linalg_check_errors.default
+_LERP = torch.ops.aten.lerp_.Tensor
 
 _READS_STRIDES = frozenset(
     {
@@ -70,6 +73,9 @@ _READS_STRIDES = frozenset(
     }
 )
 """Functions whose result depends on a tensor's strides."""
+
+_TEXTS = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
+"""Functions that make a text of a tensor."""
 
 _MEMORY = "reads the memory of a tensor", "compute with torch, or read it before the call and pass what it says"
 _GRADIENT = "reads a tensor's gradient", "read it before the call, and pass it as an argument or keep it in a buffer"
@@ -182,7 +188,7 @@ class Intercepts(TorchFunctionMode):
         torch.cond = _cond
         BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
-            with masks_as_they_are(), by_parts(), by_operator(), _Checks(self.checked), self:
+            with masks_as_they_are(), padded_with_zeros(), by_parts(), by_operator(), _Checks(self.checked), self:
                 yield
         finally:
             torch.cond = cond
@@ -195,6 +201,9 @@ class Intercepts(TorchFunctionMode):
             return _set_data(args[0], args[1], self._memory)
         if not self.stride_read and func in _READS_STRIDES:
             self.stride_read = _own_line()
+        if func in _TEXTS and is_transformed(args[0]) and (func is torch.Tensor.__repr__ or args[0].ndim):
+            # Torch's own text of a tensor within `torch.func` asks what a trace does not have, and ends the process.
+            return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
         if (name := _name(func)) in _READS_MORE and is_traced(args[0]) and (line := _own_line()):
             what, instead = _READS_MORE[name]
             raise CaptureError(f"the model {what} ({name}) at {line}, which no graph has; {instead}")
@@ -307,6 +316,9 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Removed from the graph: on fake tensors there is nothing to check.
             self.found.append((args[0], args[1], bool((kwargs or {}).get("is_matrix"))))
             return None
+        if func is _LERP:
+            # Under jvp the kernel that checks shapes in functionalization fails, as in `torch.quantile`.
+            return args[0].copy_(torch.ops.aten.lerp.Tensor(*args))
         return func(*args, **(kwargs or {}))
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 
 from autopar._torch_compat import TorchDispatchMode, checkpoint_replaced, selective_policy, traced_graph, without_modes
 from autopar.errors import CaptureError
-from autopar.ir.graph import is_backward
+from autopar.ir.graph import is_backward, user_line
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.attention import attention
 
@@ -31,6 +31,9 @@ logger = logging.getLogger("autopar")
 
 PATH = "autopar_regions"
 """Annotation of a traced node: numbers of the regions it is in, outermost first."""
+
+REDRAWN = "autopar_redrawn"
+"""Annotation of a traced node in a region that draws other random numbers when it is recomputed."""
 
 RECOMPUTED, SAVED = "made\x20again", "saved"  # as in the names and fingerprints of plans of version 1
 """What the model asks of an operator's results, see `pinned`."""
@@ -63,10 +66,10 @@ class Regions:
         with checkpoint_replaced(self._reentrant, self._not_reentrant), preserve_node_meta(), _without_hooks():
             yield
 
-    def _reentrant(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    def _reentrant(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         # As in torch: the reentrant variant is an autograd function, which does nothing without a differentiable input.
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            with self._region(None):
+            with self._region(None, preserve):
                 return function(*args)
         if torch.is_grad_enabled():
             logger.warning(
@@ -85,17 +88,19 @@ class Regions:
         # The second context is that of the recomputation, of which a trace sees nothing.
         context, _ = context_fn()
         policy = selective_policy(context)
-        with self._region(policy), contextlib.nullcontext() if policy else context:
+        with self._region(policy, preserve), contextlib.nullcontext() if policy else context:
             yield
 
     @contextlib.contextmanager
-    def _region(self, policy: Policy | None) -> Iterator[None]:
+    def _region(self, policy: Policy | None, preserve: bool) -> Iterator[None]:
         outer = self.open
         self.open = (*outer, self.count)
         self.count += 1
         asking = _Asking(policy) if policy else contextlib.nullcontext()
         try:
-            with self.watch(), annotate({PATH: self.open}), asking:
+            # Regions in this one are annotated, too: what is recomputed in it draws as it does.
+            redrawn = {} if preserve else {REDRAWN: True}
+            with self.watch(), annotate({PATH: self.open, **redrawn}), asking:
                 yield
         finally:
             self.open = outer
@@ -193,8 +198,19 @@ def _asked(policy: Policy, func: Any, out: Any, args: Any, kwargs: Any) -> Check
 
 
 def mark(graph: fx.Graph) -> None:
-    """Give every node of the joint graph the number of the outermost region it is in, as ``region``."""
+    """Give every node of the joint graph the number of the outermost region it is in, as ``region``.
+
+    Raises:
+        CaptureError: a region draws random numbers, and others when it is recomputed.
+    """
     for node in graph.nodes:
+        redrawn = (node.meta.get("custom") or {}).get(REDRAWN) and not is_backward(node) and info(node).saved is None
+        if redrawn and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise CaptureError(
+                "a function under torch.utils.checkpoint(preserve_rng_state=False) draws random numbers "
+                f"({node.target}, {user_line(node)}): torch draws others when it recomputes the function, so that "
+                "gradients are not of the loss; leave preserve_rng_state=False out"
+            )
         # The outermost region: what is inside it is recomputed with it.
         if path := _path(node):
             set_info(node, replace(info(node), region=path[0]))

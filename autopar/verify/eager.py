@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch_compat import TorchDispatchMode
 from autopar.capture import Batch, Harness, LossFunction
+from autopar.capture.functions.padded_encoder import padded_with_zeros
 from autopar.capture.intercepts import branches_taken
 from autopar.capture.state.hooks import hooks_undone
 from autopar.capture.state.record import Record
@@ -117,7 +118,8 @@ def _everything_in(dtype: torch.dtype | None, own: torch.dtype) -> Iterator[None
     if dtype is None:
         yield
         return
-    with default_dtype(dtype), _InDtype(dtype), _OwnEpsilon(own):
+    # Under modes torch packs no sequences, as eager mode does.
+    with default_dtype(dtype), padded_with_zeros(), _InDtype(dtype), _OwnEpsilon(own):
         yield
 
 

@@ -251,13 +251,13 @@ def test_unused_parameter_beside_code_for_compilers() -> None:
 
 
 class Checkpointed(Scalarless):
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant: bool, first: nn.Module | None = None, **options: Any) -> None:
         super().__init__()
-        self.reentrant = reentrant
-        self.first = nn.Linear(8, 8)
+        self.reentrant, self.options = reentrant, options
+        self.first = first or nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(checkpoint(self.first, x, use_reentrant=self.reentrant)).sum()
+        return self.linear(checkpoint(self.first, x, use_reentrant=self.reentrant, **self.options)).sum()
 
 
 def test_checkpointing() -> None:
@@ -271,6 +271,18 @@ def test_reentrant_checkpointing_of_what_needs_no_gradient_gives_none(caplog: py
     program = capture(Checkpointed(True), (torch.randn(8, 8),))
     assert program.unused == ("first.bias", "first.weight")
     assert "pass use_reentrant=False" in caplog.text
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_that_draws_other_numbers_is_an_error(reentrant: bool) -> None:
+    """Eager mode's gradients are of other numbers than its loss."""
+    x = torch.randn(8, 8, requires_grad=True)
+    capture(Checkpointed(reentrant, preserve_rng_state=False), (x,))
+    model = Checkpointed(reentrant, nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), preserve_rng_state=False)
+    with pytest.raises(
+        CaptureError, match=r"draws random numbers \(aten.native_dropout.*leave preserve_rng_state=False"
+    ):
+        capture(model, (x,))
 
 
 class OwnCheckpoint(torch.autograd.Function):

@@ -98,6 +98,12 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "numpy": (lambda m, x: m.f(x).detach().numpy(), "hands a tensor to numpy"),
     "formatted": (lambda m, x: f"{m.f(x).mean():.2f}", "makes a text of a tensor"),
     "sparse": (lambda m, x: torch.sparse.mm(torch.eye(6, dtype=D).to_sparse(), m.f(x)), "layout torch.sparse_coo"),
+    "sparse rows": (lambda m, x: torch.eye(6, dtype=D).to_sparse_csr() @ m.f(x), "has a sparse tensor: only dense"),
+    "oneDNN": (lambda m, x: m.f(x).float().to_mkldnn(), "of oneDNN's layout"),
+    "nested": (lambda m, x: torch.nested.as_nested_tensor([m.f(x), x[:2]]), "makes a nested tensor.*pad the sequences"),
+    "address": (lambda m, x: m.f(x) * m.f(x).data_ptr(), "data_ptr"),
+    "of a list": (lambda m, x: torch.tensor([m.f(x).mean(), 1.0]), "use torch.stack"),
+    "repeated": (lambda m, x: x.repeat_interleave(torch.arange(6), 0), "pass output_size="),
 }
 
 
@@ -106,6 +112,13 @@ def test_refused(name: str) -> None:
     function, text = REFUSED[name]
     with pytest.raises(CaptureError, match=text):
         parallelize(Model(function), None)(x())
+
+
+def test_sparse_buffers_are_refused() -> None:
+    model = Model(lambda m, x: None)
+    model.register_buffer("graph", torch.eye(4, dtype=D).to_sparse_csr())
+    with pytest.raises(CaptureError, match=r"'graph' has layout torch.sparse_csr: only dense"):
+        parallelize(model, None)(x())
 
 
 def profiled(m: Any, x: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,17 @@ def branches(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.cond(x.sum() > -1e9, lambda h: h.sin(), lambda h: (h * 0).sqrt(), (h,)).square().sum()
 
 
+def along(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of a function that writes by weights within torch, and whose argument is printed."""
+
+    def function(y: torch.Tensor) -> torch.Tensor:
+        assert "tensor(" in f"{y}" and "tensor(" in str(y)
+        return m.f(y).quantile(0.3, dim=0)
+
+    derivative: torch.Tensor = torch.func.jvp(function, (x,), (x.cos(),))[1]
+    return derivative.square().sum()
+
+
 def quoted(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.table['it\'s "a"\nb'](m.f(x)).square().sum()
 
@@ -51,6 +62,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], dict[str
         lambda m, x: torch.func.vmap(torch.func.hessian(lambda y: m.f(y).tanh().sum()))(x).square().sum(),
         {"unused": nn.Linear(1, 1)},
     ),
+    "jvp": (along, {}),
     "functional_call": (
         lambda m, x: torch.func.functional_call(m.f, {"weight": m.f.weight * 2}, (x,)).square().sum(),
         {},

@@ -39,6 +39,9 @@ FUNCTIONS: dict[str, Draw] = {
     "numbers like a leaky relu": lambda h: torch.rand_like(functional.rrelu(h, training=True)),
     "numbers like counts": lambda h: torch.rand_like(torch.poisson(h.detach().abs())),
     "Gumbel": functional.gumbel_softmax,
+    "channels of samples": lambda h: torch.vmap(
+        lambda row: functional.dropout1d(row.T[None], 0.5)[0].T, randomness="different"
+    )(h),
 }
 VIEWS: dict[str, Draw] = {
     "row-major": lambda h: h,

@@ -47,6 +47,21 @@ def test_checkpoint_is_replaced_under_every_name(reentrant: bool) -> None:
     assert torch.equal(x.grad, x.detach().exp())
 
 
+def test_dispatch_is_restored_behind_an_error_that_is_kept() -> None:
+    """Where printing a tensor ends in an error, torch's guard lives in the traceback."""
+    before = torch._C._dispatch_tls_local_exclude_set()
+
+    class Unprinted(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise RuntimeError("not known")
+
+    with pytest.raises(RuntimeError, match="not known") as kept, compat.dispatch_restored():
+        torch._tensor_str._str(torch.ones(2).as_subclass(Unprinted))
+    assert kept.value.__traceback__ is not None
+    assert torch._C._dispatch_tls_local_exclude_set() == before
+
+
 def test_selective_policy() -> None:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,21 @@ from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.ir.graph import user_line
+
+ONLY_DENSE = (
+    "only dense ones are laid out; compute with to_dense() of it, or with index_add, scatter_add or gather in its place"
+)
+
+
+def require_dense(named: Mapping[str, torch.Tensor]) -> None:
+    """Refuse sparse tensors that go into a call.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for name, tensor in named.items():
+        if tensor.layout is not torch.strided:
+            raise CaptureError(f"{name} has layout {tensor.layout}: {ONLY_DENSE}")
 
 
 def require_plain(graph: fx.Graph) -> None:
@@ -21,10 +37,7 @@ def require_plain(graph: fx.Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            raise CaptureError(
-                f"a tensor of layout {value.layout} ({user_line(node)}): only dense ones are laid out; compute with "
-                "to_dense() of it, or with index_add, scatter_add or gather in its place"
-            )
+            raise CaptureError(f"a tensor of layout {value.layout} ({user_line(node)}): {ONLY_DENSE}")
         if "auto_functionalized" in str(node.target):
             _refuse_writing(node)
         if node.target is operator.getitem and isinstance(value, list | tuple):
