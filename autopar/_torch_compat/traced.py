@@ -30,9 +30,10 @@ def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor of the user's code is one that is being traced, and not one with values."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
+    if is_transformed(tensor):  # of which the next question may end the process
+        return True
     # Torch asks what is within a `FunctionalTensor` for its layout, say.
-    within = torch._is_functional_tensor(tensor)
-    return within or isinstance(tensor, FunctionalTensor | FakeTensor) or is_transformed(tensor)
+    return torch._is_functional_tensor(tensor) or isinstance(tensor, FunctionalTensor | FakeTensor)
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

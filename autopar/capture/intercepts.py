@@ -86,8 +86,8 @@ _READS_MORE = {
     "data_ptr": _MEMORY,
     "untyped_storage": _MEMORY,
     "storage": _MEMORY,
-    "grad": _GRADIENT,
-    "_version": _VERSION,
+    ".grad": _GRADIENT,
+    "._version": _VERSION,
 }
 """Methods and attributes of a tensor of the call, which are not those of the tensor that it stands for: what reads them
 does, and what to do instead."""
@@ -204,9 +204,8 @@ class Intercepts(TorchFunctionMode):
         if func in _TEXTS and is_transformed(args[0]) and (func is torch.Tensor.__repr__ or args[0].ndim):
             # Torch's own text of a tensor within `torch.func` asks what a trace does not have, and ends the process.
             return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
-        if (name := _name(func)) in _READS_MORE and is_traced(args[0]) and (line := _own_line()):
-            what, instead = _READS_MORE[name]
-            raise CaptureError(f"the model {what} ({name}) at {line}, which no graph has; {instead}")
+        if (name := _name(func)) in _READS_MORE:
+            _refuse_reading(name, args[0])
         if func in _READS_VALUES and not is_traced(args[0]):
             return _values(func, args, kwargs or {})
         if func is is_all_true and is_traced(args[0]):
@@ -247,9 +246,15 @@ class Intercepts(TorchFunctionMode):
 
 
 def _name(func: Any) -> str:
-    """Of a function of tensors, or of an attribute that is asked for."""
-    name: str = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
-    return name
+    """Of a method of tensors, or with a dot of an attribute that is asked for."""
+    return f".{func.__self__.__name__}" if func.__name__ == "__get__" else str(func.__name__)
+
+
+def _refuse_reading(name: str, tensor: Any) -> None:
+    # Whose line first: torch asks for memory, too, of tensors that can be asked for nothing else.
+    if (line := _own_line()) and isinstance(tensor, torch.Tensor) and is_traced(tensor):
+        what, instead = _READS_MORE[name]
+        raise CaptureError(f"the model {what} ({name}) at {line}, which no graph has; {instead}")
 
 
 def _values(func: Any, args: Any, kwargs: Any) -> Any:
