@@ -20,6 +20,7 @@ from autopar.errors import AutoparError, RankError
 from autopar.ir.plan import Plan
 from autopar.module.call import put_forward
 from autopar.module.call.batch_rows import data_rank, data_world_size
+from autopar.module.call.traced_outside import not_exported
 from autopar.module.copies import RESIZING, SAVING, deep_copy, refuse_pickling, refuse_resizing, save, shallow_copy
 from autopar.module.generation.generate import GENERATING, generate
 from autopar.module.session import Session
@@ -82,6 +83,10 @@ class ParallelModule(nn.Module):
     def __copy__(self) -> ParallelModule:
         """With the same tensors."""
         return shallow_copy(self)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Of `torch.jit.script`: there is no script of it."""
+        raise not_exported("torch.jit.script")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """An error that says how to save a model."""

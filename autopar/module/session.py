@@ -34,6 +34,7 @@ from autopar.module.call.check_first import check_once
 from autopar.module.call.evaluated_first import decide_for_training
 from autopar.module.call.put_forward import call_own
 from autopar.module.call.python_state import make_state_whole, whole_with_history, write_state
+from autopar.module.call.traced_outside import not_exported, refuse_tracers
 from autopar.module.call.worker_batch import compare_among_workers, own_part, split_among
 from autopar.module.metrics import Meter
 from autopar.module.specialization_cache import SpecializationCache
@@ -127,6 +128,8 @@ class Session:
         # Under torch.compile around the model: the step has graphs of its own, and what chooses one cannot be traced.
         call = self.call
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                raise not_exported("torch.export")
             call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
         return call(args, kwargs)
 
@@ -139,6 +142,7 @@ class Session:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
+        refuse_tracers()
         refuse_hooks_of_all_modules()
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
         whole, tensors = tensors, own_part(tensors, self.context, self.options.inputs)

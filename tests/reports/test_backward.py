@@ -227,8 +227,15 @@ def test_gradients_of_some_tensors_through_an_output_beside_the_loss_are_an_erro
         (out["loss"] + out["logits"].sum()).backward(inputs=[wanted])
 
 
-def test_transforms_around_the_model_are_an_error() -> None:
+def test_transforms_and_tracers_around_the_model_are_an_error() -> None:
     model: Any = parallelize(nn.Linear(4, 4, dtype=D), None, loss_fn=lambda y, b: y.square().mean())
+    x = torch.ones(2, 4, dtype=D)
+    model(x)
+    for trace in (torch.jit.trace, torch.export.export):
+        with pytest.raises(AutoparError, match="cannot be traced"):
+            trace(model, (x,))
+    with pytest.raises(AutoparError, match="cannot be traced"):
+        torch.jit.script(model)
     for transform in (torch.func.vmap, torch.func.grad):
         with pytest.raises(AutoparError, match="within a transform of torch"):
             transform(lambda x: model(x[None]))(torch.ones(2, 4, dtype=D))

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar._torch_compat import is_transforming
-from autopar.errors import AutoparError, CaptureError
+from autopar.errors import CaptureError
 from autopar.ir.layout import Layout, Replicate, Split, replicated
 from autopar.ir.signature import binding
 from autopar.module.call.worker_batch import own_part, split_among
@@ -33,15 +32,7 @@ def request_of_call(
         tensors: of the call.
         skeleton: what else the call has.
         among_workers: numbers of the tensors that are split among workers that train apart.
-
-    Raises:
-        AutoparError: a transform of torch.func runs.
     """
-    if is_transforming():
-        raise AutoparError(
-            "the parallelized model is called within a transform of torch.func (vmap, grad, jvp, ...), which its "
-            "graphs do not compute: transform functions in the model's forward, or in loss_fn=lambda output, batch: ..."
-        )
     shapes, rows = [], {}
     for i, t in enumerate(tensors):
         shape = tuple(t.shape)
