@@ -60,7 +60,7 @@ def _difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize(
     ("recipe", "cluster"),
-    [("fsdp", "h100"), *(pytest.param("hsdp", c, marks=pytest.mark.deep) for c in ("h100", "cpu"))],
+    [pytest.param(*case, marks=pytest.mark.deep) for case in (("fsdp", "h100"), ("hsdp", "h100"), ("hsdp", "cpu"))],
 )
 def test_blocks_travel_together(ranks: Ranks, recipe: str, cluster: str) -> None:
     for worst, overlaps, coalesced in ranks.run(steps, recipe, cluster):
@@ -69,8 +69,8 @@ def test_blocks_travel_together(ranks: Ranks, recipe: str, cluster: str) -> None
         assert (coalesced > 0) == (cluster == "h100")
 
 
-def delayed_steps(rank: int) -> tuple[float, int]:
-    """The largest difference under `fsdp` with a large vocabulary, and in how many graphs gradients were delayed."""
+def delayed_steps(rank: int) -> tuple[float, bool, int, int]:
+    """What `steps` gives under `fsdp` with a large vocabulary, and in how many graphs gradients were delayed."""
     from importlib import import_module
 
     passes = [import_module(f"autopar.passes.collectives.{n}") for n in ("delay_gradients", "bucket_collectives")]
@@ -86,13 +86,15 @@ def delayed_steps(rank: int) -> tuple[float, int]:
         patch.object(bucketing, "SMALLEST", 1),
         patch.object(bucketing, "LARGEST", 2**12),
     ):
-        worst, _, _ = steps(rank, "fsdp", "h100", vocab_size=1024)
-    return worst, len(delayed)
+        found = steps(rank, "fsdp", "h100", vocab_size=1024)
+    return *found, len(delayed)
 
 
 def test_a_gradient_that_waits_for_the_gathered_head_to_be_freed(ranks: Ranks) -> None:
-    for worst, delayed in ranks.run(delayed_steps):
+    for worst, overlaps, coalesced, delayed in ranks.run(delayed_steps):
         assert worst < TOLERANCE
+        assert overlaps
+        assert coalesced
         assert delayed
 
 
