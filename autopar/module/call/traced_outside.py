@@ -24,7 +24,7 @@ def refuse_tracers() -> None:
             "the parallelized model is called within a transform of torch.func (vmap, grad, jvp, ...), which its "
             "graphs do not compute: transform functions in the model's forward, or in loss_fn=lambda output, batch: ..."
         )
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         raise not_exported("torch.jit.trace or torch.onnx.export")
 
 
