@@ -385,15 +385,9 @@ def attention_drawing_backward(
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def cpu(
-    query: Spec,
-    key: Spec,
-    value: Spec,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Spec | None = None,
-    scale: float | None = None,
-) -> Rule:
+    query: Spec, key: Spec, value: Spec, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Spec | None = None, scale: float | None = None,
+) -> Rule:  # fmt: skip
     """Attention on a CPU."""
     extra = [] if attn_mask is None else [_mask(attn_mask)]
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -402,18 +396,9 @@ def cpu(
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def cpu_backward(
-    grad: Spec,
-    query: Spec,
-    key: Spec,
-    value: Spec,
-    out: Spec,
-    logsumexp: Spec,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Spec | None = None,
-    scale: float | None = None,
-) -> Rule:
+    grad: Spec, query: Spec, key: Spec, value: Spec, out: Spec, logsumexp: Spec, dropout_p: float, is_causal: bool, *,
+    attn_mask: Spec | None = None, scale: float | None = None,
+) -> Rule:  # fmt: skip
     """Its gradients of query, key and value."""
     extra = [] if attn_mask is None else [_mask(attn_mask)]
     inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q", *extra]

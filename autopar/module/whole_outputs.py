@@ -61,7 +61,7 @@ def _gather(module: Any, args: Any, output: Any) -> Any:
         return output
     found, latest = whole(output), session.latest
     given = None if latest is None or latest.step.given.compared else latest.step.given
-    for n, tensor in enumerate(t for t in _tensors(found) if t.requires_grad):
+    for n, tensor in enumerate(t for t in tensors_in(found) if t.requires_grad):
         tensor.register_hook(partial(_plain_gradient, given, f"whole output {n}"))  # type: ignore[no-untyped-call]
     return found
 
@@ -75,12 +75,13 @@ def _plain_gradient(given: GivenGradients | None, output: str, gradient: torch.T
     return gradient
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """In nested lists, tuples and mappings."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(inner)
+            yield from tensors_in(inner)
 
 
 def _has_loss(output: Any) -> bool:

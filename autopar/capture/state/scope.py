@@ -454,8 +454,8 @@ class _Names:
             strings = {t: None for t in texts if t.isidentifier()}
             found[0].update(strings)
             found[1].update(strings)
-        modules = tuple(t for t in texts if all(part.isidentifier() for part in t.split("."))) * bool(IMPORTING & named)
-        return cls(tuple(found[0]), tuple(found[1]), tuple(imports.items()), frozenset(assigned), modules)
+        modules = [t for t in texts if all(map(str.isidentifier, t.split(".")))] if IMPORTING & named else []
+        return cls(tuple(found[0]), tuple(found[1]), tuple(imports.items()), frozenset(assigned), tuple(modules))
 
 
 def _code_in_texts(texts: Iterable[str]) -> list[types.CodeType]:

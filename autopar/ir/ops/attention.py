@@ -210,7 +210,8 @@ def _fake_drawing(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
     return *_fake(query, key, value, bias, None), *state
 
 
-def _setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
+def save_for_backward(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
+    """Of an operator of five tensors and numbers, whose results are attention's and the logarithm."""
     ctx.save_for_backward(*inputs[:5], *output)
     ctx.numbers = inputs[5:]
     ctx.mark_non_differentiable(output[1])
@@ -259,7 +260,7 @@ for _name, _kernel, _shapes in (
     _library.impl(_name, _kernel, "CPU")
     _library.impl(_name, _kernel, "CUDA")
     torch.library.register_fake(f"autopar::{_name}", _shapes, lib=_library)
-torch.library.register_autograd("autopar::attention", _differentiated, setup_context=_setup, lib=_library)
+torch.library.register_autograd("autopar::attention", _differentiated, setup_context=save_for_backward, lib=_library)
 torch.library.register_autograd(
     "autopar::attention_backward", _differentiated_twice, setup_context=_setup_backward, lib=_library
 )

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autopar.capture.state.record import Record
 from autopar.errors import AutoparError
 from autopar.ir.signature.pytree import Contents
+from autopar.module.whole_outputs import tensors_in
 from autopar.runtime.checkpoint import generators
 
 if TYPE_CHECKING:
@@ -150,15 +150,7 @@ def _refuse_part(session: Session, before: int, part: nn.Module) -> None:
 
 
 def _versions(value: Any) -> list[int]:
-    return [t._version for t in _tensors(value) if not t.is_inference()]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(inner)
+    return [t._version for t in tensors_in(value) if not t.is_inference()]
 
 
 def _captured(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.ops import attention_kernels as kernels
+from autopar.ir.ops.attention import save_for_backward
 
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -138,13 +139,6 @@ def _fake_backward(
     return *gradients, torch.empty_like(bias) if bias is not None and rest[-1] else query.new_empty(0)
 
 
-def _setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:5], *output)
-    ctx.numbers = inputs[5:]
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
 def _differentiated(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     nothing = (None,) * (1 + len(ctx.numbers))
     if grad is None:
@@ -176,4 +170,6 @@ for _name, _kernel, _shapes in (
     _library.impl(_name, _kernel, "CPU")
     _library.impl(_name, _kernel, "CUDA")
     torch.library.register_fake(f"autopar::{_name}", _shapes, lib=_library)
-torch.library.register_autograd("autopar::attention_rows", _differentiated, setup_context=_setup, lib=_library)
+torch.library.register_autograd(
+    "autopar::attention_rows", _differentiated, setup_context=save_for_backward, lib=_library
+)

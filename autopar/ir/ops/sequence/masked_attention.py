@@ -247,13 +247,17 @@ class _Mask:
     @property
     def by_formula(self) -> bool:
         """Whether no kernel computes it."""
-        return self.cap is not None or self.hides in (ROWS, PLACES)
+        return self.cap is not None or self.rows[0]
+
+    @property
+    def rows(self) -> tuple[bool, bool]:
+        """Whether large numbers may hide all keys of a query, and whether they are in the places of scores."""
+        return self.hides in (ROWS, PLACES), self.hides == PLACES
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """Result and logarithm of some queries."""
         if self.by_formula:
-            by_rows = self.hides in (ROWS, PLACES)
-            return kernels.math(query, key, value, bias, None, 0.0, False, self.scale, self.cap, by_rows)
+            return kernels.math(query, key, value, bias, None, 0.0, False, self.scale, self.cap, *self.rows)
         return kernels.forward(query, key, value, bias, 0.0, False, self.scale)[:2]
 
     def backward(
@@ -261,28 +265,12 @@ class _Mask:
         learned: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Gradients of query, key, value and bias."""
+        tensors = grad, query, key, value, bias
         if self.by_formula:
-            by_rows, placed = self.hides in (ROWS, PLACES), self.hides == PLACES
             return kernels.math_backward(
-                grad,
-                query,
-                key,
-                value,
-                bias,
-                None,
-                out,
-                log,
-                0.0,
-                False,
-                self.scale,
-                learned,
-                self.cap,
-                by_rows,
-                placed,
-            )
-        return kernels.backward(
-            grad, query, key, value, bias, out, log, None, None, 0.0, False, self.scale, learned
-        )  # fmt: skip
+                *tensors, None, out, log, 0.0, False, self.scale, learned, self.cap, *self.rows
+            )  # fmt: skip
+        return kernels.backward(*tensors, out, log, None, None, 0.0, False, self.scale, learned)
 
 
 def _attention_masked(

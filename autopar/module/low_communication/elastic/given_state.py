@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,7 +95,7 @@ def unpacked(payload: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[dict[
     at = 8 + int(payload[:8].clone().view(torch.int64))
     try:
         objects = torch.load(io.BytesIO(payload[8:at].numpy().tobytes()), weights_only=True)
-    except Exception as e:
+    except pickle.UnpicklingError as e:
         raise AutoparError(
             f"states of objects by name are sent to newcomers as plain data and tensors, and one is not: {e}"
         ) from e
