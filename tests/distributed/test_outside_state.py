@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,19 @@ class Normed(nn.Module):
         h = self.gain(self.norm(self.first(x))).tanh() * float(os.environ.get(NAME, "1"))
         mean, scale = self.last(h).chunk(2, -1)
         return -torch.distributions.Normal(mean, scale.exp()).log_prob(x[:, :2]).mean()
+
+
+class Changing(nn.Module):
+    """Values of a tensor that is kept, and a library's activation whose forward is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act = nn.Linear(8, 8), nn.ReLU6()
+        self.kept = torch.ones(1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.act(self.first(x)) * float(np.asarray(self.kept)[0])
+        return {"loss": h.square().mean(), "hidden": h}
 
 
 class Biased(nn.Module):
@@ -102,3 +117,42 @@ def test_training_equals_one_device(ranks: Ranks, seed: int) -> None:
     for worst, refused in ranks.run(train, (2, 2), seed, CASES):
         assert worst < TOLERANCE
         assert refused
+
+
+def change(rank: int, seed: int) -> tuple[float, list[str]]:
+    """The largest difference, and what is said of a gradient through what is no loss, or of a gradient."""
+    from autopar.errors import AutoparError
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    torch.manual_seed(0)
+    plain = Changing().double()
+    search = Search(recipe="random", seed=seed)
+    parallel: Any = parallelize(copy.deepcopy(plain), mesh_of(2), search=search, timeout=WAIT)
+    optimizers = [adamw(m) for m in (parallel, plain)]
+    forward, worst = nn.ReLU6.forward, 0.0
+    try:
+        for step in range(3):
+            nn.ReLU6.forward = lambda self, x, n=step: torch.tanh(x) * (1 + n)  # type: ignore[method-assign]
+            for m in (parallel, plain):
+                m.kept.fill_(2 + step)
+            x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            worst = max(worst, step_apart(parallel, plain, optimizers, {"x": x}))
+    finally:
+        nn.ReLU6.forward = forward  # type: ignore[method-assign]
+    out, weight = parallel(x=x), parallel.first.weight
+    (slope,) = torch.autograd.grad(out["loss"], weight, create_graph=True)
+    said = []
+    for total in (out["loss"] + out["hidden"].to_local().sum(), (slope * slope).sum()):
+        try:
+            torch.autograd.grad(total, weight)
+        except AutoparError as e:
+            said.append(str(e)[:34])
+    return worst, said
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_changes_between_calls_on_two_ranks(two_ranks: Ranks, seed: int) -> None:
+    for worst, said in two_ranks.run(change, seed):
+        assert worst < TOLERANCE
+        assert said == ["a gradient was asked through outpu", "a gradient of a gradient of the pa"]
