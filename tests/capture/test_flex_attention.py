@@ -105,6 +105,7 @@ def test_equal_values(name: Any) -> None:
         expected_ = torch.zeros_like(gradient) if gradient.grad is None else gradient.grad
         torch.testing.assert_close(report.gradients.get(parameter, torch.zeros_like(gradient)), expected_)
     found = [n for n in report.program.graph.graph.nodes if "autopar.attention" in str(n.target)]
+    assert found
     assert all(n.target in (attention_masked, attention_masked_backward) for n in found) == (name is not relative)
 
 
