@@ -131,6 +131,7 @@ def steps(rank: int, name: str) -> float:
     return worst
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "adamw" else pytest.mark.deep) for n in OPTIMIZERS])
 def test_optimizers_clipping_and_penalties(ranks: Ranks, name: str) -> None:
     assert max(ranks.run(steps, name)) < 1e-10
