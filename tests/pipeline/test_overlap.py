@@ -158,14 +158,9 @@ def test_sums_are_complete_when_they_are_reduced(monkeypatch: pytest.MonkeyPatch
     assert error(program, plan) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("schedule", "per_use"),
-    [
-        ("zb-h1", True),
-        *(pytest.param(s, True, marks=pytest.mark.deep) for s in ("1f1b", "interleaved")),
-        *(pytest.param(s, False, marks=pytest.mark.deep) for s in ("1f1b", "zb-h1", "interleaved")),
-    ],
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("per_use", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
 def test_the_simulated_step_is_shorter(schedule: str, per_use: bool) -> None:
     program, plan = planned(schedule, per_use)
     steps = [simulate(plan_tasks(rewrite(program, p), p)).step_seconds
