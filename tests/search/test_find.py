@@ -60,6 +60,7 @@ def test_three_axes_are_solved_to_the_gap() -> None:
     assert certificate.gap <= 1e-3
 
 
+@pytest.mark.deep
 def test_a_bound_of_later_weights_ends_the_search_for_a_faster_plan() -> None:
     """It is about all plans of a variant; the bound of the first weights, which the certificate had, is far off."""
     program, dims, _ = zoo.captured("encoder")
