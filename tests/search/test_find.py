@@ -52,6 +52,7 @@ def test_more_axes_do_not_beat_the_exact_optimum_of_two() -> None:
     assert fourth.method == "axis by axis"
 
 
+@pytest.mark.deep
 def test_three_axes_are_solved_to_the_gap() -> None:
     """Where they are alike, labelings that cost nearly the same are many, and the first ones found are far off."""
     program = zoo.captured("bert")[0]

@@ -212,6 +212,7 @@ def test_what_would_be_enough_is_enough_and_the_same_for_each_budget(
     assert report.max_error <= 1e-10
 
 
+@pytest.mark.deep
 def test_what_is_kept_is_chosen_for_all_moments_at_once() -> None:
     """Without a look at the graph, and what that computes stays the same."""
     program, dims, values = zoo.captured("llama", **SIZES)
