@@ -236,7 +236,7 @@ def kill_and_load(folder: Path, kills: int) -> None:
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    kill_and_load(tmp_path, 2)
+    kill_and_load(tmp_path, 1)
 
 
 @pytest.mark.deep

@@ -71,7 +71,7 @@ def test_every_pass_shows_its_rewrite() -> None:
 # --- prediction and emission
 
 
-REST = [((4,), "random"), ((2, 2), "searched")]
+REST = [(sizes, kind) for sizes in ((4,), (2, 2)) for kind in ("random", "searched")]
 """Further meshes and plans, for `make test-deep`."""
 
 
@@ -85,10 +85,13 @@ def planned(name: str, sizes: tuple[int, ...], kind: str) -> tuple[Program, Dims
 
 
 @pytest.mark.parametrize(
-    ("sizes", "kind"),
-    [((4,), "searched"), ((2, 2), "random"), *(pytest.param(*c, marks=pytest.mark.deep) for c in REST)],
+    ("name", "sizes", "kind"),
+    [
+        ("mlp", (2, 2), "random"),
+        ("llama", (4,), "searched"),
+        *(pytest.param(n, *c, marks=pytest.mark.deep) for n in ("mlp", "llama", "gpt2") for c in REST),
+    ],
 )
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.deep), "llama"])
 def test_census_equals_the_prediction(name: str, sizes: tuple[int, ...], kind: str) -> None:
     program, _, _, found = planned(name, sizes, kind)
     counted = census(rewrite(program, found))

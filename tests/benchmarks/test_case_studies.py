@@ -38,7 +38,8 @@ def shrink(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(case_studies.MIXTURES, case, (2, 16, 32))
 
 
-@pytest.mark.parametrize("case", ["deepseek-v3", pytest.param("llama3-405b-131k", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("case", ["deepseek-v3", "llama3-405b-131k"])
 def test_blocks_are_left_out(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where dense ones come before mixtures, too; and of long sequences no mask is left, nor a formula."""
     shrink(case, monkeypatch)

@@ -16,7 +16,8 @@ from benchmarks import cost_model
 from benchmarks.gpt import GPT, batch_of
 
 
-@pytest.mark.parametrize("several", [True, pytest.param(False, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("several", [True, False])
 def test_rows_are_predicted_as_the_command_line_does(several: bool) -> None:
     row = cost_model.Row(
         gpus=8, global_batch=16, microbatch=2, hidden=64, heads=4, layers=6, sequence=32, tensor=2, data=2, pipeline=2,

@@ -17,6 +17,7 @@ from autopar.compiler import program_of, rewrite, solve
 from autopar.search.options import Search
 from autopar.verify.verify import compare, global_values, verify
 from tests import models
+from tests.crossed import crossed
 
 ROWS, TOKENS, HEADS, HEAD = 4, 8, 4, 8
 FORWARD = torch.ops.autopar.attention.default
@@ -204,8 +205,10 @@ def test_a_llama_has_neither() -> None:
         assert node.args[1].meta["val"].shape[1] == model.config.num_key_value_heads  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("repeat", [expanded, expanded_before, interleaved, tiled])
-@pytest.mark.parametrize("mask", [*CAUSAL, *(n for n in OTHERS if n != "by chance")])
+@pytest.mark.parametrize(
+    ("mask", "repeat"),
+    crossed([*CAUSAL, *(n for n in OTHERS if n != "by chance")], [expanded, expanded_before, interleaved, tiled]),
+)
 def test_the_graph_computes_what_the_model_does(mask: str, repeat: RepeatedLayers) -> None:
     model = Attention({**CAUSAL, **OTHERS}[mask], repeat, heads=2).double()
     report = verify(model, {"x": batch()["x"].double()}, {"a": 1})

@@ -31,7 +31,7 @@ def test_rows_of_states_are_sent() -> None:
     assert not [n for n in nodes if n.meta["val"].numel() >= 2 * 16 * 2 * 4 * 3]
 
 
-@pytest.mark.parametrize("order", ["bzch,bzhpn->bchpn", "bhzc,bchpn->bzhpn"])
+@pytest.mark.parametrize("order", [pytest.param("bzch,bzhpn->bchpn", marks=pytest.mark.deep), "bhzc,bchpn->bzhpn"])
 def test_both_orders_of_the_product(order: str) -> None:
     report = verify(Chunks().double(), {"x": MODELS["chunks"][1], "order": order}, {"a": 2}, plan="random")
     assert max(report.max_error, report.capture_error) < BOUND

@@ -92,7 +92,10 @@ def expected(m: Flexible, x: Tensor, ids: Tensor, name: Any) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [documents, window, learned, *(pytest.param(f, marks=pytest.mark.deep) for f in (slopes, capped, relative))],
+)
 def test_equal_values(name: Any) -> None:
     """Of a random plan with the formula by hand: loss and gradients."""
     model, given = Flexible(name).double(), batch()

@@ -143,7 +143,7 @@ def test_memory_is_that_of_the_whole_model() -> None:
     assert_same(solve(short, {"a": 4}, EAGER, memory=total / 1.2), expected)
 
 
-@pytest.mark.parametrize(("odd", "turns", "lead"), [(2, 1, 2), (0, 2, 1)])
+@pytest.mark.parametrize(("odd", "turns", "lead"), [(2, 1, 2), pytest.param(0, 2, 1, marks=pytest.mark.deep)])
 def test_blocks_may_be_of_several_kinds(odd: int, turns: int, lead: int) -> None:
     """As the dense layers before mixtures of experts, and windows beside full attention: each plan is that of all."""
     whole, short = both("deep", 9, odd=odd, turns=turns)

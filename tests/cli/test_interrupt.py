@@ -117,6 +117,7 @@ def test_ctrl_c_leaves_the_plan_and_the_recipes_that_are_done(tmp_path: Path, mo
     assert Plan.load(tmp_path / "plan.json").certificate.method != "interrupted"
 
 
+@pytest.mark.deep
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     with searching(tmp_path, "deaf") as process:
         process.send_signal(signal.SIGINT)

@@ -26,7 +26,7 @@ def apart(rank: int, pins: dict[str, Any], cases: tuple[tuple[str, int], ...]) -
 
 
 def test_changes_from_outside_are_eagers(ranks: Ranks) -> None:
-    few = ("copies", "loads one name of two", "assigns data", "assigns gradients")
+    few = ("loads one name of two", "assigns gradients")
     for found in ranks.run(apart, LAYOUTS, tuple((n, int(n not in EARLY)) for n in few)):
         assert max(found.values()) < 1e-9, found
 

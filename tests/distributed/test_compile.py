@@ -49,7 +49,7 @@ def train(rank: int, backend: Any, pins: dict[str, Any]) -> tuple[float, int]:
     ("backend", "pins"),
     [
         pytest.param(as_it_is, {}, marks=pytest.mark.deep),
-        (aot_eager, {"microbatches": 2}),
+        pytest.param(aot_eager, {"microbatches": 2}, marks=pytest.mark.deep),
         (aot_eager, PIPELINE),
         pytest.param("inductor", {}, marks=pytest.mark.deep),
         pytest.param("inductor", PIPELINE, marks=pytest.mark.deep),

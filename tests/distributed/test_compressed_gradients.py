@@ -426,7 +426,7 @@ def scaled(rank: int, given: dict[str, Any], synchronous: bool) -> float:
     ("given", "synchronous"),
     [
         ({"method": "onebit", "freeze": 2}, False),
-        ({"every": 9, "synchronous": 9}, True),
+        pytest.param({"every": 9, "synchronous": 9}, True, marks=pytest.mark.deep),
         pytest.param({"method": "topk", "share": 0.2}, False, marks=pytest.mark.deep),
         pytest.param({"method": "zeroone", "freeze": 4, "doubling": 1, "local": 2}, False, marks=pytest.mark.deep),
     ],

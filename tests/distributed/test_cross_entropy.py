@@ -47,6 +47,7 @@ def test_classes_that_are_split(ranks: Ranks, name: str) -> None:
     assert [parts for _, parts in results] == [[True, True]] * 4
 
 
-@pytest.mark.parametrize("name", ["per row", pytest.param("by hand", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["per row", "by hand"])
 def test_random_plans(ranks: Ranks, name: str) -> None:
     assert max(worst for worst, _ in ranks.run(train, name, False)) < TOLERANCE

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 from tests.module.low_communication.elastic_lives import expected, wait_until
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.deep]
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -87,10 +87,10 @@ def lives(tmp_path: Path) -> Iterator[Any]:
     ("where", "size", "dies"),
     [
         ("exchange", 1, [0]),
-        pytest.param("exchange", 2, [0, 1], marks=pytest.mark.deep),
-        pytest.param("coming", 2, [1], marks=pytest.mark.deep),
-        pytest.param("voted", 2, [0, 1], marks=pytest.mark.deep),
-        pytest.param("voted", 2, [0], marks=pytest.mark.deep),
+        ("exchange", 2, [0, 1]),
+        ("coming", 2, [1]),
+        ("voted", 2, [0, 1]),
+        ("voted", 2, [0]),
     ],
 )
 def test_a_worker_is_killed_and_comes_back(lives: Any, where: str, size: int, dies: list[int]) -> None:

@@ -77,8 +77,8 @@ def test_each_rank_routes_its_own_tokens(ranks: Ranks, name: str) -> None:
     ("options", "skew", "backend", "exchanges"),
     [
         ({"recipe": "expert"}, "", None, 3),
-        ({"roles": {"a": "expert", "b": "expert"}}, "first", None, 6),
-        ({"roles": {"a": "expert", "b": "data"}}, "first", aot_eager, 3),
+        pytest.param({"roles": {"a": "expert", "b": "expert"}}, "first", None, 6, marks=pytest.mark.deep),
+        pytest.param({"roles": {"a": "expert", "b": "data"}}, "first", aot_eager, 3, marks=pytest.mark.deep),
     ],
 )
 def test_ranks_exchange_rows_by_expert(
@@ -97,7 +97,9 @@ def test_one_sequence_is_split_by_position(ranks: Ranks) -> None:
     assert {found for *_, found, _ in results} == {3} and {rows for _, rows, *_ in results} == {4 * 2 // 4}
 
 
-@pytest.mark.parametrize(("placed", "backend"), [(("S(0)", "S(0)"), None), (("R", "S(0)"), aot_eager)])
+@pytest.mark.parametrize(
+    ("placed", "backend"), [pytest.param(("S(0)", "S(0)"), None, marks=pytest.mark.deep), (("R", "S(0)"), aot_eager)]
+)
 def test_ranks_take_rows_of_their_experts(ranks: Ranks, placed: tuple[str, str], backend: Any) -> None:
     """Of tokens that all have; some ranks have no rows of theirs."""
     results = ranks.run(train, "index_add", {"pins": {"up": placed, "down": placed}}, "first", backend, 1, FAR)
@@ -105,7 +107,8 @@ def test_ranks_take_rows_of_their_experts(ranks: Ranks, placed: tuple[str, str],
     assert all(own and not exchanges for *_, exchanges, own in results)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", [0, 1])
 def test_random_plans(ranks: Ranks, seed: int) -> None:
     results = ranks.run(train, "bias", {"recipe": "random", "seed": seed})
     assert max(worst for worst, *_ in results) < TOLERANCE

@@ -108,6 +108,7 @@ def late(rank: int) -> tuple[str, float]:
     return error_of(lambda: model(**mlp_batch(1)))
 
 
+@pytest.mark.deep
 def test_a_rank_that_is_late(two_ranks: Ranks) -> None:
     for rank, (error, seconds) in enumerate(two_ranks.run(late)):
         assert error.startswith("RankError: no answer from every rank about forward of call 2 of Mlp"), error
@@ -116,9 +117,7 @@ def test_a_rank_that_is_late(two_ranks: Ranks) -> None:
     two_ranks.close()
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k in ("pipeline", "checkpoints") else pytest.param(k, marks=pytest.mark.deep) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", [k if k == "pipeline" else pytest.param(k, marks=pytest.mark.deep) for k in KINDS])
 def test_kills(kind: str, seed: int = 0) -> None:
     found = kill(kind, seed + KINDS.index(kind))
     assert not found.hangs and not found.raw, found

@@ -92,7 +92,7 @@ QUICK = ["post-local", "streaming, long delay"]
     ("roles", "optimizer", "cases"),
     [
         (SHARDED, "AdamW", QUICK),
-        (TENSOR, "SGD", ["streaming"]),
+        pytest.param(TENSOR, "SGD", ["streaming"], marks=pytest.mark.deep),
         pytest.param(SHARDED, "Adafactor", ["post-local"], marks=pytest.mark.deep),
         pytest.param(SHARDED, "SGD", list(CASES), marks=pytest.mark.deep),
         pytest.param(TENSOR, "AdamW", list(CASES), marks=pytest.mark.deep),

@@ -11,7 +11,7 @@ from tests.fuzz.ranks import on_rank
 from tests.fuzz.render import source
 
 CHUNK, DEEP = 5, 300
-FEW = range(3)
+FEW = range(1)
 
 
 @pytest.mark.distributed
@@ -26,4 +26,4 @@ def test_modules_on_ranks(ranks: Ranks, seeds: range) -> None:
             assert not outcome.bad, f"{outcome.kind}: {outcome.text}\n{case.as_json()}:\n{source(case)}"
         assert len({o.kind for o in outcomes}) == 1, outcomes
         equal += outcomes[0].kind == "equal"
-    assert equal >= len(seeds) // 3
+    assert equal >= max(1, len(seeds) // 3)

@@ -40,7 +40,7 @@ def train(rank: int, microbatches: int) -> tuple[float, int, int]:
     return largest(apart), sent, len(parallel._autopar.offloaded.on_host)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_three_steps_of_adamw_equal_one_device(ranks: Ranks, microbatches: int) -> None:
     for worst, sent, held in ranks.run(train, microbatches):
         assert worst < TOLERANCE

@@ -154,6 +154,7 @@ def follow_random_plans(rank: int, seeds: tuple[int, ...]) -> list[tuple[dict[st
     return found
 
 
+@pytest.mark.deep
 def test_random_plans_with_padding(two_ranks: Ranks) -> None:
     found = two_ranks.run(follow_random_plans, (11, 21))
     uneven = set()

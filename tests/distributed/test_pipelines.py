@@ -106,8 +106,13 @@ def deep(name: str, sizes: tuple[int, ...], schedule: str) -> Any:
     [
         *(deep(*case) for case in MORE),
         pytest.param("unet", (4,), {"stages": 4, "microbatches": 4}, 1e-10, marks=pytest.mark.deep),
-        ("unet", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 2, "schedule": BENT}, 1e-10),
-        ("unet", (4,), {"stages": 2, "microbatches": 2}, 1e-10),  # on a factor of the axis
+        # A schedule as a table, on a factor of the axis.
+        ("unet", (4,), {"stages": 2, "virtual": 2, "microbatches": 2, "schedule": BENT}, 1e-10),
+        pytest.param(
+            "unet", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 2, "schedule": BENT}, 1e-10,
+            marks=pytest.mark.deep,
+        ),
+        pytest.param("unet", (4,), {"stages": 2, "microbatches": 2}, 1e-10, marks=pytest.mark.deep),
         pytest.param(
             "gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}, 1e-5, marks=pytest.mark.deep
         ),
@@ -129,19 +134,20 @@ def test_three_steps(ranks: Ranks, name: str, sizes: tuple[int, ...], pins: dict
 
 
 @pytest.mark.parametrize(
-    ("sizes", "per_node", "pins"),
+    ("sizes", "per_node", "pins", "inputs"),
     [
-        ((2, 2), 2, {"stages": 2, "microbatches": 2}),
+        ((2, 2), 2, {"stages": 2, "microbatches": 2, "batch.*": {"b": "S(0)"}}, "local"),
+        pytest.param((2, 2), 2, {"stages": 2, "microbatches": 2}, "global", marks=pytest.mark.deep),
         pytest.param(
-            (4,), 1, {"stages": 4, "microbatches": 4, "stage_order": [2, 0, 3, 1]}, marks=pytest.mark.deep
+            (4,), 1, {"stages": 4, "microbatches": 4, "stage_order": [2, 0, 3, 1]}, "global", marks=pytest.mark.deep
         ),
-        pytest.param((2, 2), 2, {"stages": 2, "virtual": 2, "microbatches": 4}, marks=pytest.mark.deep),
+        pytest.param((2, 2), 2, {"stages": 2, "virtual": 2, "microbatches": 4}, "global", marks=pytest.mark.deep),
     ],
 )  # fmt: skip
 def test_three_steps_on_devices_of_two_kinds(
-    ranks: Ranks, sizes: tuple[int, ...], per_node: int, pins: dict[str, Any]
+    ranks: Ranks, sizes: tuple[int, ...], per_node: int, pins: dict[str, Any], inputs: str
 ) -> None:
-    """Half of the devices are planned as three times as fast, and get more of the model."""
+    """Half of the devices are planned as three times as fast, and get more of the model; with ranks' own rows, too."""
     device, link = Cluster.preset("cpu").device, Cluster.preset("cpu").links[0]
     nodes = 2 // per_node
     groups = [
@@ -149,7 +155,7 @@ def test_three_steps_on_devices_of_two_kinds(
         DeviceGroup("b", device, nodes, per_node, (link, link), speed=3.0),
     ]
     cluster = Cluster.of_groups("two kinds", groups)
-    assert max(ranks.run(train, "unet", sizes, pins, "global", cluster)) < 1e-10
+    assert max(ranks.run(train, "unet", sizes, pins, inputs, cluster)) < 1e-10
 
 
 def under_a_plan_of_a_factor(rank: int) -> tuple[dict[str, int], float]:
@@ -240,6 +246,7 @@ def test_parts_are_sent(ranks: Ranks) -> None:
         assert worst < 1e-10
 
 
+@pytest.mark.deep
 def test_each_rank_passes_its_own_rows(ranks: Ranks) -> None:
     pins = {"stages": 2, "microbatches": 2, "batch.*": {"b": "S(0)"}}
     assert max(ranks.run(train, "unet", (2, 2), pins, "local")) < 1e-10
@@ -262,9 +269,8 @@ def chosen(rank: int, recipe: str | None, seed: int, sizes: tuple[int, ...] = (2
     return worst, str(parallel.plan.pipeline)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "axis"), [((2, 2), "'node'"), pytest.param((4,), "'node_stages'", marks=pytest.mark.deep)]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize(("sizes", "axis"), [((2, 2), "'node'"), ((4,), "'node_stages'")])
 def test_a_pipeline_that_the_search_chooses(ranks: Ranks, sizes: tuple[int, ...], axis: str) -> None:
     for worst, pipeline in ranks.run(chosen, None, 0, sizes):
         assert axis in pipeline
@@ -392,6 +398,7 @@ def fail(rank: int) -> str:
     return ""
 
 
+@pytest.mark.deep
 def test_ranks_end_when_a_stage_raises() -> None:
     ranks = Ranks()
     try:

@@ -76,7 +76,7 @@ def trained(rank: int, sizes: tuple[int, ...], bits: dict[str, int], more: dict[
 @pytest.mark.parametrize(
     ("sizes", "bits", "more"),
     [
-        ((4,), {"weights": 8, "gradients": 4}, {}),
+        pytest.param((4,), {"weights": 8, "gradients": 4}, {}, marks=pytest.mark.deep),
         pytest.param((4,), {"weights": 4}, {"pins": {"overlap": "none"}}, marks=pytest.mark.deep),
         pytest.param((2, 2), {"weights": 8}, {}, marks=pytest.mark.deep),
         ((2, 2), {"weights": 8, "gradients": 8}, {}),

@@ -19,7 +19,8 @@ from tests.verify.test_reductions import Moments
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", [0, 3])
 def test_random_plans(ranks: Ranks, seed: int) -> None:
     found = ranks.run(train, Moments, seed, {"recompute": "search"})
     assert max(worst for worst, _ in found) < TOLERANCE

@@ -42,7 +42,9 @@ def steps(
     ("name", "sizes", "roles", "pins"),
     [
         ("recurrence", (4,), {"a": "context"}, {}),
-        ("shifts", (2, 2), {"a": "context", "b": "context"}, {"recompute": "search"}),
+        pytest.param(
+            "shifts", (2, 2), {"a": "context", "b": "context"}, {"recompute": "search"}, marks=pytest.mark.deep
+        ),
         pytest.param("selective", (4,), {"a": "context"}, {}, marks=pytest.mark.deep),
         pytest.param("chunks", (2, 2), {"a": "context", "b": "context"}, {}, marks=pytest.mark.deep),
         pytest.param("residual", (2, 2), {}, {}, marks=pytest.mark.deep),

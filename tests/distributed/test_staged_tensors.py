@@ -77,13 +77,16 @@ def whole(value: Any) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def read(rank: int, sizes: tuple[int, ...]) -> list[str]:
-    """What is not as on one device, of parameters and of gradients."""
+def read(rank: int, sizes: tuple[int, ...], every: bool) -> list[str]:
+    """What is not as on one device, of all parameters and gradients or of one a stage and number of dims."""
     parallel, plain, _ = pair(sizes)
     there = {n: (p, q) for (n, p), q in zip(parallel.named_parameters(), plain.parameters(), strict=True)}
-    wrong, owners = [], set()
+    wrong, owners, kinds = [], set(), set()
     for name, (p, q) in there.items():
-        owners.add(getattr(p, "owner_stage", None))
+        owners.add(owner := getattr(p, "owner_stage", None))
+        if (owner, q.ndim) in kinds and not every:
+            continue
+        kinds.add((owner, q.ndim))
         for kind, mine, theirs in (("value", p, q), ("gradient", p.grad, q.grad)):
             for what, function in READ.items():
                 found, expected = whole(function(mine)).detach(), function(theirs).detach()
@@ -93,9 +96,11 @@ def read(rank: int, sizes: tuple[int, ...]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("sizes", [pytest.param((4,), marks=pytest.mark.deep), (2, 2)])
-def test_what_is_read(ranks: Ranks, sizes: tuple[int, ...]) -> None:
-    for wrong in ranks.run(read, sizes):
+@pytest.mark.parametrize(
+    ("sizes", "every"), [((2, 2), False), *(pytest.param(s, True, marks=pytest.mark.deep) for s in ((4,), (2, 2)))]
+)
+def test_what_is_read(ranks: Ranks, sizes: tuple[int, ...], every: bool) -> None:
+    for wrong in ranks.run(read, sizes, every):
         assert not wrong
 
 
@@ -131,6 +136,7 @@ def steps(rank: int, name: str) -> float:
     return worst
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "adamw" else pytest.mark.deep) for n in OPTIMIZERS])
 def test_optimizers_clipping_and_penalties(ranks: Ranks, name: str) -> None:
     assert max(ranks.run(steps, name)) < 1e-10

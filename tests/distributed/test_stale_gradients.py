@@ -169,7 +169,7 @@ def wrong(rank: int) -> str:
     optimizer.param_groups[0]["weight_decay"] = 0
     if rank == SLOW:
         return "ended"  # its process is there, and takes what the others send
-    model._autopar.context = replace(model._autopar.context, timeout=8)
+    model._autopar.context = replace(model._autopar.context, timeout=5)
     try:
         trained(rank, "SGD", model, optimizer, range(2, 6))
     except RankError as e:

@@ -48,7 +48,7 @@ PLANS: dict[str, dict[str, tuple[dict[str, str] | int, tuple[tuple[int, ...], ..
 
 
 SHORT = {
-    "mlp": {"search": LINE, "tensor": SQUARE, "random": SQUARE},
+    "mlp": {"search": LINE, "random": SQUARE},
     "gpt2": {"tensor": SQUARE, "queries": SQUARE},
     "llama": {"sharded": SQUARE},
     "tied": {},

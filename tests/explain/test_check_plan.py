@@ -134,7 +134,8 @@ def test_another_model_or_batch() -> None:
         plan.check(zoo.mlp()[0], zoo.mlp(batch=16)[1])
 
 
-@pytest.mark.parametrize("memory", [None, pytest.param(1e10, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("memory", [None, 1e10])
 def test_deep_models_planned_from_three_layers_or_all(memory: float | None) -> None:
     batch = torch.zeros(8, 4), torch.zeros(8, 8)
     of_three = autopar.plan(Deep(9), batch, cluster="h100", axes=AXES, memory=memory)

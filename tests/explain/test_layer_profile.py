@@ -98,7 +98,7 @@ def test_full_recomputation_keeps_what_the_paper_says() -> None:
 
 def test_megatron_communicates_as_megatron() -> None:
     """Two all-reduces of the activations in each pass over a layer; the loss's are in the last part."""
-    found = parts(tensor=2, recipe="megatron")
+    found = parts(tensor=4, recipe="megatron")
     activations = 2 * BATCH * SEQUENCE * HIDDEN
     for name in ("layers.0", "layers.1"):
         for activity in (found[name].forward, found[name].backward):

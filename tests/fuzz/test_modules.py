@@ -13,7 +13,7 @@ from tests.fuzz.piece import At
 from tests.fuzz.render import script, source
 from tests.fuzz.shrink import shrunk, smaller_than
 
-BRIEF = {"one": 24, "plans": 11}
+BRIEF = {"one": 14, "plans": 6}
 """Modules in `make test`: on one device, and under random plans; those that have most features for what they take."""
 
 POOL = 1000

@@ -172,7 +172,7 @@ def test_it_computes_what_the_plain_model_does(way: str, plain: autopar.Equivale
             torch.testing.assert_close(report.gradients[name], gradient, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", ["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("way", ["non-reentrant", pytest.param("reentrant", marks=pytest.mark.deep)])
 def test_masks_are_drawn_again(way: str) -> None:
     """On one device they are the numbers of torch, which its own backward pass draws again, too."""
     model, eager = autopar.parallelize(Stack(WAYS[way], 0.5), None, batch()), Stack(WAYS[way], 0.5)
@@ -334,7 +334,7 @@ def test_programs_of_other_regions_are_other_programs() -> None:
         rewrite(program_of(Stack(WAYS["partial"]), batch()), plan)
 
 
-@pytest.mark.parametrize("way", ["partial", "wrapped"])
+@pytest.mark.parametrize("way", [pytest.param("partial", marks=pytest.mark.deep), "wrapped"])
 def test_a_few_blocks_stand_for_all(way: str) -> None:
     model = Stack(by_partial if way == "partial" else plainly)
     wrap = checkpoint_wrapper if way == "wrapped" else lambda block: block

@@ -92,7 +92,8 @@ def test_never_below_the_whole_model_at_any_depth(name: str, seed: int, blocks: 
     assert_never_below(name, seed, blocks)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_what_is_in_flight_is_counted_nearly_in_full(name: str) -> None:
     program, deep = replace(short(name)), whole(name, 8)
     assert program.repeat is not None

@@ -60,7 +60,7 @@ def staged(
 
 
 EVERY = [(name, schedule) for schedule in SCHEDULES for name in ("cnn", "gpt2", "llama", "vit")]
-FAST = [("gpt2", "1f1b"), *(("cnn", schedule) for schedule in SCHEDULES)]
+FAST = [("cnn", schedule) for schedule in SCHEDULES]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,10 @@ def test_skips_encoders_and_tied_weights(name: str, stages: int) -> None:
     assert report.max_error < BOUND, report.worst
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(n, marks=pytest.mark.deep) for n in (0, *range(3, 24)))])
+@pytest.mark.parametrize(
+    "seed",
+    [1, *(pytest.param(n, marks=pytest.mark.deep) for n in (0, *range(2, 24)))],
+)
 def test_random_cuts_and_layouts(seed: int) -> None:
     name = ("llama", "unet", "encoder", "t5", "gpt2", "cnn")[seed % 6]
     schedule = list(SCHEDULES)[seed % len(SCHEDULES)]
@@ -90,7 +93,10 @@ def test_random_cuts_and_layouts(seed: int) -> None:
     assert report.max_error < BOUND, report.worst
 
 
-@pytest.mark.parametrize("seed", [5, 3, *(pytest.param(n, marks=pytest.mark.deep) for n in (0, 1, 2, 4, 6, 7, 8, 9))])
+@pytest.mark.parametrize(
+    "seed",
+    [5, *(pytest.param(n, marks=pytest.mark.deep) for n in (0, 1, 2, 3, 4, 6, 7, 8, 9))],
+)
 def test_random_cuts_and_layouts_on_a_factor_of_an_axis(seed: int) -> None:
     name = ("llama", "unet", "encoder", "vit", "gpt2", "cnn")[seed % 6]
     schedule = list(SCHEDULES)[seed % len(SCHEDULES)]

@@ -13,6 +13,7 @@ from autopar.parallelize import parallelize
 from autopar.search.formulation.recipes import RECIPES
 from autopar.search.options import Search
 from autopar.verify.verify import verify
+from tests.crossed import crossed
 from tests.distributed.models import mlp, mlp_batch
 
 SEARCHES = [
@@ -38,9 +39,14 @@ def test_on_one_device(search: Search) -> None:
         torch.testing.assert_close(model.full_state_dict()[name], value, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("axes", [{"one": 1, "b": 4}, {"a": 4, "one": 1}, {"a": 2, "one": 1, "b": 2}], ids=str)
 @pytest.mark.thorough  # what is predicted of random plans, too
-@pytest.mark.parametrize("options", [{"recipe": "fsdp"}, {"recipe": "random", "seed": 3}, {"recipe": "zero1"}], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    crossed(
+        [{"one": 1, "b": 4}, {"a": 4, "one": 1}, {"a": 2, "one": 1, "b": 2}],
+        [{"recipe": "fsdp"}, {"recipe": "random", "seed": 3}, {"recipe": "zero1"}],
+    ),
+)
 def test_no_collective_on_such_an_axis(axes: dict[str, int], options: dict[str, Any]) -> None:
     program = program_of(mlp(), mlp_batch(0))
     plan = solve(program, axes, "cpu", search=Search(**options))

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar import parallelize, verify
 from autopar.errors import AutoparError, CaptureError
+from tests.crossed import crossed
 
 D = torch.float64
 
@@ -118,8 +119,7 @@ def in_place(module: nn.Module, args: Any, output: torch.Tensor) -> None:
     output.mul_(3)
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(("name", "late"), crossed(HOOKS, [False, True]))
 def test_hooks_of_modules(name: str, late: bool) -> None:
     """Registered before or after the first call, on the model or on the returned module."""
     plain = Network()

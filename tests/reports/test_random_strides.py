@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
+from tests.crossed import crossed
 
 Draw = Callable[[Tensor], Tensor]
 
@@ -65,8 +66,7 @@ class Drawing(nn.Module):
         return tuple(draw(h) + 0 * h.mean() for draw in self.draws.values())
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("draws", [IN_PLACE, FUNCTIONS], ids=["in place", "functions"])
+@pytest.mark.parametrize(("view", "draws"), crossed(VIEWS, [IN_PLACE, FUNCTIONS]))
 def test_draws_of_views_are_those_of_eager(draws: dict[str, Draw], view: str) -> None:
     torch.manual_seed(0)
     model, x = Drawing(draws, VIEWS[view]), torch.randn(4, 6, 8, dtype=torch.float64)

@@ -23,6 +23,7 @@ from autopar.passes import DETERMINISTIC_PASSES, with_any_strides
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import analyze
 from autopar.verify.verify import compare, global_values, verify
+from tests.crossed import crossed
 
 BOUND = 1e-10
 
@@ -218,10 +219,16 @@ def check_plan(name: str, axes: dict[str, int], seed: int, strided: bool) -> Non
 
 
 OFTEN = ("group norm of a permutation", "block of a unet", "rotation", "batch norm of a permutation")
+RARELY = [n for n in CASES if n not in OFTEN]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.deep) for n in CASES])
-@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(
+    ("name", "strided"),
+    [
+        *crossed(OFTEN, [True, False]),
+        *(pytest.param(n, s, marks=pytest.mark.deep) for n in RARELY for s in (True, False)),
+    ],
+)
 def test_random_plans(name: str, strided: bool) -> None:
     for seed, axes in enumerate(({"a": 2}, {"a": 2, "b": 2})):
         check_plan(name, axes, seed, strided)

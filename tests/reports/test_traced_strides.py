@@ -13,6 +13,7 @@ from torch.nn import functional
 import autopar
 from autopar._torch_compat import suggest_memory_format
 from autopar.verify.reference import EAGER
+from tests.crossed import crossed
 
 
 class FusedProjection(nn.Module):
@@ -67,8 +68,10 @@ class Drawn(nn.Module):
         return h.square().mean()
 
 
-@pytest.mark.parametrize("plan", [None, "random"])
-@pytest.mark.parametrize("function", ["batch norm of sequences", "batch norm of images", "roll", "unfold", "normal"])
+@pytest.mark.parametrize(
+    ("function", "plan"),
+    crossed(["batch norm of sequences", "batch norm of images", "roll", "unfold", "normal"], ["random", None]),
+)
 def test_numbers_are_drawn_in_the_order_of_the_kernels_strides(function: str, plan: str | None) -> None:
     torch.manual_seed(0)
     model, x = Drawn(function).double(), torch.randn(4, 6, 8, dtype=torch.float64)

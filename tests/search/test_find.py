@@ -52,6 +52,7 @@ def test_more_axes_do_not_beat_the_exact_optimum_of_two() -> None:
     assert fourth.method == "axis by axis"
 
 
+@pytest.mark.deep
 def test_three_axes_are_solved_to_the_gap() -> None:
     """Where they are alike, labelings that cost nearly the same are many, and the first ones found are far off."""
     program = zoo.captured("bert")[0]
@@ -60,6 +61,7 @@ def test_three_axes_are_solved_to_the_gap() -> None:
     assert certificate.gap <= 1e-3
 
 
+@pytest.mark.deep
 def test_a_bound_of_later_weights_ends_the_search_for_a_faster_plan() -> None:
     """It is about all plans of a variant; the bound of the first weights, which the certificate had, is far off."""
     program, dims, _ = zoo.captured("encoder")

@@ -94,7 +94,13 @@ def test_modules_hand_on_what_they_return(name: str) -> None:
             {"model.layers.0.mlp": {("S(1.0)",), ("S(0.1)",)}},
             marks=pytest.mark.deep,
         ),
-        ("llama", {"a": 2}, {"*.q_proj": "S(2)", "*.mlp": "R"}, {"model.layers.0.self_attn.q_proj": {("S(1.0)",)}}),
+        pytest.param(
+            "llama",
+            {"a": 2},
+            {"*.q_proj": "S(2)", "*.mlp": "R"},
+            {"model.layers.0.self_attn.q_proj": {("S(1.0)",)}},
+            marks=pytest.mark.deep,
+        ),
         pytest.param(
             "llama",
             {"a": 2},
@@ -161,7 +167,7 @@ NAMES = {"gpt2": ("transformer.h.*.attn", "*.ln_2", "*.mlp.act", "transformer.wt
 
 
 @given(st.data())
-@settings(max_examples=3)
+@settings(max_examples=2)
 def test_any_pin_keeps_what_is_computed(data: st.DataObject) -> None:
     """Searched and random plans, in which values are also made and moved again, with drawn pins on drawn modules."""
     name = data.draw(st.sampled_from(sorted(NAMES)))
@@ -331,7 +337,7 @@ def test_pipelines() -> None:
     model, batch = Deep(2), (torch.randn(4, 4, 8),)
     program, axes = program_of(model, batch), {"pp": 2, "a": 2}
     fixed = {"stages": 2, "stage_axis": "pp", "microbatches": 2, "schedule": "1f1b"}
-    for pin in (("R", "S(1)"), (None, "S(1)"), {"a": "S(1)"}, "S(1)"):
+    for pin in (("R", "S(1)"), {"a": "S(1)"}):
         plan = solve(program, axes, "cpu", search=Search(pins={**fixed, "blocks.[01]": pin}))
         assert {plan.consumer_layouts[name] for name in plan.forced_consumer_layouts} == {
             layout("R S(1.0)"),

@@ -58,7 +58,12 @@ def test_rules(sample: Any) -> None:
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
-    "axes", [{"a": 3}, {"a": 2, "b": 2}, *(pytest.param({"a": n}, marks=pytest.mark.deep) for n in (2, 8))]
+    "axes",
+    [
+        pytest.param({"a": 3}, marks=pytest.mark.deep),
+        {"a": 2, "b": 2},
+        *(pytest.param({"a": n}, marks=pytest.mark.deep) for n in (2, 8)),
+    ],
 )
 def test_equal_values(axes: dict[str, int]) -> None:
     model, x = Causal().double(), batch()

@@ -84,7 +84,7 @@ def test_rules(shape: Any, parts: int) -> None:
 @pytest.mark.parametrize(
     ("axes", "roles", "options", "lengths"),
     [
-        ({"a": 4}, {"a": "context"}, {}, (32,)),
+        pytest.param({"a": 4}, {"a": "context"}, {}, (32,), marks=pytest.mark.deep),
         ({"a": 2, "b": 2}, {"a": "context", "b": "tensor"}, {"causal": False}, (16,)),
         pytest.param({"a": 2}, {"a": "context"}, {"shared": 4}, (8,), marks=pytest.mark.deep),
         pytest.param({"a": 4}, {"a": "context"}, {"causal": False}, (16, 24), marks=pytest.mark.deep),

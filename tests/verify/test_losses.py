@@ -94,7 +94,7 @@ def test_a_loss_is_that_of_the_whole_batch(name: str) -> None:
     plans = {
         "rows": follow_plan(program, AXES, batch=rows),
         "classes": follow_plan(program, AXES, **classes),
-        **{f"random {seed}": random_plan(program, dims, AXES, Cluster.preset("cpu"), seed) for seed in range(3)},
+        **{f"random {seed}": random_plan(program, dims, AXES, Cluster.preset("cpu"), seed) for seed in range(2)},
     }
     for label, plan in plans.items():
         report = compare(program, rewrite(program, plan), plan, values, torch.float64)

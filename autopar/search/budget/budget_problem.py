@@ -172,6 +172,14 @@ class BudgetProblem:
         return peak_of(self.program, plan, self.classes)
 
     @cached_property
+    def ample(self) -> bool:
+        """Whether all tensors of the program, whole and at once, are far within the budget: no plan is short of it."""
+        repeat = self.program.repeat
+        tensors = sum(t.bytes for t in self.dims.types.values() if t is not None)
+        needed = sum(self.state_and_gradients.values()) + tensors * (repeat.blocks if repeat else 1)
+        return self.job.memory is not None and 2 * needed < self.job.memory
+
+    @cached_property
     def impossible(self) -> bool:
         """Whether parameters, gradients and optimizer state alone exceed the budget, however they are split."""
         job = self.job

@@ -48,7 +48,8 @@ def plan_within(searched: BudgetProblem) -> Plan:
     if saved is not None and not searched.whole:  # a stage has a budget only where memory is short
         return _fitting(searched, saved, 0.0)
     built, solution, plan = _without_budget(searched)
-    if saved is not None and searched.whole:
+    # Where memory is ample, the plan is measured all the same, but what else fits is of no interest.
+    if saved is not None and searched.whole and not searched.ample:
         saved.frontier.start(same_candidates(saved.built, built, solution.labels), solution.lower_bound)
         if saved.relaxed and not fits(saved.frontier.free().memory, saved.budget):
             # The relaxation does not fit, so the plan's graph cannot: it need not be measured.

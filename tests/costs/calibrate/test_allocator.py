@@ -32,6 +32,7 @@ def new_pages(how: str, **settings: str) -> int:
     return int(said.stdout)
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_a_step_gets_no_new_pages() -> None:
     # The library adapts its own threshold to what is freed, and then keeps some of it, or not: here it stays as it is.

@@ -76,7 +76,14 @@ def gradients(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tor
 
 
 @pytest.mark.parametrize(
-    ("make", "scaling"), [(large, "tensorwise"), (large, "rowwise"), (large, "mxfp8"), *((tied, s) for s in SCALINGS)]
+    ("make", "scaling"),
+    [
+        pytest.param(large, "tensorwise", marks=pytest.mark.deep),
+        (large, "rowwise"),
+        (large, "mxfp8"),
+        (tied, "tensorwise"),
+        pytest.param(tied, "rowwise", marks=pytest.mark.deep),
+    ],
 )
 def test_same_step_as_an_eager_model_with_such_layers(make: Any, scaling: str) -> None:
     """Loss and every gradient in float64, under random plans on an emulated mesh."""
@@ -184,7 +191,7 @@ def test_verify_compares_with_the_same_layers_on_one_device() -> None:
     assert report.capture_error <= 1e-10
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", [pytest.param("tensorwise", marks=pytest.mark.deep), "rowwise"])
 def test_each_microbatch_has_scales_of_its_own(scaling: str) -> None:
     """As where an eager model adds up the gradients of microbatches; sharded, in pipelines, and verified so."""
     model, batch = zoo.mlp()

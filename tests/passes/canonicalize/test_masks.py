@@ -211,7 +211,15 @@ def values(name: str, axes: dict[str, int], seed: int, **options: Any) -> float:
     return max(report.max_error, report.capture_error)
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *(n for n in STAYING if n != "by chance")])
+FEW = ("documents in windows", "packed", "prefix of the batch", "bias by distance", "learned twice, causal",
+       "learned by what the batch says", "a learned bias beside a table", "of queries times keys")  # fmt: skip
+"""One of each kind; of the others `test_functions_of_masks` knows the functions."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in FEW else pytest.mark.deep) for n in (*FUNCTIONS, *STAYING) if n != "by chance"],
+)
 def test_equal_values(name: str) -> None:
     assert values(name, {"a": 2, "b": 2}, len(name)) < 1e-10
 

@@ -34,7 +34,7 @@ def at_head(local: Program, plan: Plan) -> float:
     return max(p.total for p in points if p.backward and "lm_head" in p.path)
 
 
-@pytest.mark.parametrize(("recipe", "overlap"), [("fsdp", True), ("zero2", False)])
+@pytest.mark.parametrize(("recipe", "overlap"), [pytest.param("fsdp", True, marks=pytest.mark.deep), ("zero2", False)])
 def test_the_head_and_its_gradient_are_not_there_together(
     recipe: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from autopar.sharding.operator_cost import operator_work
 from autopar.strategies.attention import FORWARD_PASSES
 from autopar.verify.verify import compare, global_values
 from tests import models as zoo
+from tests.crossed import crossed
 from tests.plans import hand_plan, show
 
 AXES = {"a": 2, "b": 2}
@@ -108,8 +109,7 @@ def step(program: Program, plan: Plan, values: list[Tensor], seed: int = 1) -> t
     return report.loss, dict(report.gradients)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("split", ["b.0 h.0", "b.0 b.0", "R h.0", "R R"])
+@pytest.mark.parametrize(("split", "kv_heads"), crossed(["b.0 h.0", "b.0 b.0", "R h.0", "R R"], [4, 2]))
 def test_forward_and_backward_drop_the_same_elements(split: str, kv_heads: int) -> None:
     """The gradient of a step is that of its loss, by differences, with the same elements dropped."""
     model, tokens = Dropping(kv_heads).double(), {"x": batch()["x"].double()}
@@ -138,7 +138,11 @@ def test_forward_and_backward_drop_the_same_elements(split: str, kv_heads: int) 
 
 @pytest.mark.parametrize(
     "pins",
-    [{"stages": 2, "microbatches": 2}, pytest.param({"microbatches": 2}, marks=pytest.mark.deep), {}],
+    [
+        pytest.param({"stages": 2, "microbatches": 2}, marks=pytest.mark.deep),
+        pytest.param({"microbatches": 2}, marks=pytest.mark.deep),
+        {},
+    ],
     ids=lambda p: " ".join(p) or "recomputed",
 )
 def test_kernels_draw_what_masks_would_be(pins: dict[str, Any]) -> None:

@@ -69,6 +69,7 @@ def lean_random_plan(program: Program, axes: dict[str, int], machine: Cluster, s
         return plan, e.least
 
 
+@pytest.mark.deep
 def test_the_crowd_is_what_is_held_at_the_heaviest_moment() -> None:
     program, _, _ = captured()
     plan = ample()
@@ -211,6 +212,7 @@ def test_what_would_be_enough_is_enough_and_the_same_for_each_budget(
     assert report.max_error <= 1e-10
 
 
+@pytest.mark.deep
 def test_what_is_kept_is_chosen_for_all_moments_at_once() -> None:
     """Without a look at the graph, and what that computes stays the same."""
     program, dims, values = zoo.captured("llama", **SIZES)
@@ -225,6 +227,7 @@ def test_what_is_kept_is_chosen_for_all_moments_at_once() -> None:
     assert report.max_error <= 1e-10
 
 
+@pytest.mark.deep
 def test_operators_of_the_least_plan_work_on_little() -> None:
     """Where images are moved for a convolution, that is most of the peak: 93 KiB were said to be needed."""
     program, _, values = zoo.captured("cnn")

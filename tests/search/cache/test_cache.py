@@ -88,6 +88,7 @@ plan = autopar.plan(nn.Linear(16, 16), (zeros(8, 16),), cluster="cpu", axes={"a"
 """
 
 
+@pytest.mark.deep
 def test_another_process_reads_it(kept: Path, searches: list[Search]) -> None:
     """Under another hash seed."""
     environment = {**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}

@@ -14,6 +14,7 @@ from autopar.compiler import plan
 from autopar.errors import InfeasibleError
 from autopar.search.options import Search
 from autopar.verify.verify import verify
+from tests.crossed import crossed
 from tests.passes.canonicalize.test_experts import Capped
 
 HIDDEN, EXPERTS = 8, 4
@@ -95,8 +96,7 @@ def skewed(name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("axes", [{"a": 4}, {"data": 2, "expert": 2}])
+@pytest.mark.parametrize(("name", "axes"), crossed(MODELS, [{"a": 4}, {"data": 2, "expert": 2}]))
 def test_experts_are_split_and_their_router_is_not(name: str, axes: dict[str, int]) -> None:
     made = MODELS[name]().double() if len(axes) > 1 else skewed(name)
     found = plan(made, batch(), cluster="h100", axes=axes, search=Search(recipe="expert"))

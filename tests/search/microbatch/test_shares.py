@@ -80,7 +80,12 @@ def test_no_other_shares_are_faster(devices: list[tuple[float, float]], count: i
 
 @pytest.mark.parametrize(
     ("counts", "inner"),
-    [([3, 1], "shard"), ([1, 5], "tensor"), ([4, 2], "data"), ("search", "optimizer")],
+    [
+        ([3, 1], "shard"),
+        pytest.param([1, 5], "tensor", marks=pytest.mark.deep),
+        pytest.param([4, 2], "data", marks=pytest.mark.deep),
+        ("search", "optimizer"),
+    ],
 )
 def test_shares_compute_what_one_device_does(counts: Any, inner: str) -> None:
     torch.manual_seed(0)
@@ -129,6 +134,7 @@ def test_the_slower_a_node_the_less_it_gets_and_no_plan_is_below_the_bound() -> 
         assert best.certificate.gap < 0.15
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.deep) for n in range(2, 13))])
 def test_plans_for_random_devices(seed: int) -> None:
     """An axis without a role is split in many ways, as costs are drawn; all compute what one device does."""

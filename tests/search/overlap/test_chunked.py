@@ -23,7 +23,8 @@ from tests.search.overlap.test_weights import AXES, drawn
 RECIPES = ("megatron", "megatron-sequence")
 
 
-@pytest.mark.parametrize("bandwidth", [4e4, pytest.param(1e5, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("bandwidth", [4e4, 1e5])
 def test_no_plan_hides_more_than_the_bound_counts(bandwidth: float) -> None:
     program, cluster = program_of(*residuals()), slow_links(bandwidth)
     dims = analyze(program)

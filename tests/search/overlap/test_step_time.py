@@ -24,7 +24,7 @@ captured = cache(overlap.captured)
 
 @pytest.mark.parametrize(("recipe", "axes"), [
     pytest.param("ddp", {"gpu": 8}, marks=pytest.mark.deep),
-    ("fsdp", {"node": 8, "gpu": 8}),
+    pytest.param("fsdp", {"node": 8, "gpu": 8}, marks=pytest.mark.deep),
     pytest.param("hsdp", {"node": 8, "gpu": 8}, marks=pytest.mark.deep),
     ("megatron", {"node": 8, "gpu": 8}), (None, {"gpu": 8}),
 ])  # fmt: skip

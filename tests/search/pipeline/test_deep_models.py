@@ -137,7 +137,8 @@ def test_graphs_of_plans_that_differ_in_stages_are_rewritten_together() -> None:
     assert len({tuple(found) for found in together}) == len(cuts)
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("whole", [False, True])
 def test_mixed_precision_is_cut_like_the_rest(whole: bool) -> None:
     """The casts of all parameters come first in the graph, and each belongs where its parameter is used."""
     model, batch = example()

@@ -36,6 +36,7 @@ def test_every_operator_counts_once(schedule: str) -> None:
     assert all(t.for_input <= t.backward for t in taken)
 
 
+@pytest.mark.deep
 def test_collectives_are_those_of_the_graphs() -> None:
     """Of the device with the most; both have as many in all as a step of the whole graph."""
     program = program_of(*example("llama"))

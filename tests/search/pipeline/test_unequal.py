@@ -82,6 +82,7 @@ def planned(cluster: Cluster, axes: dict[str, int], memory: float | None = None,
     return solve(captured()[0], axes, cluster, memory=memory, search=Search(pins=pins))
 
 
+@pytest.mark.deep
 def test_every_cut_in_every_order() -> None:
     """No assignment of layers to stages and kinds of devices is faster than what is found, nor than its bound."""
     cluster, axes = mixed((1, 1, 1)), {"gpu": 3}
