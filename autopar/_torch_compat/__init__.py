@@ -69,12 +69,15 @@ from autopar._torch_compat.pipelining import pipeline_runtime, torch_schedule
 from autopar._torch_compat.processes import interrupt_gloo, number_of_groups, put_around_collectives
 from autopar._torch_compat.traced import (
     aot_export_joint_with_descriptors,
+    function_modes,
     is_traced,
+    is_tracing,
     is_transformed,
     is_transforming,
     traced_graph,
     traced_node,
     traced_root,
+    without_users_modes,
 )
 
 __all__ = [
@@ -106,6 +109,7 @@ __all__ = [
     "flex_attention_as",
     "forget_fake_results",
     "forget_source_with",
+    "function_modes",
     "get_decompositions",
     "handle_operators",
     "hooks_of_all_modules",
@@ -118,6 +122,7 @@ __all__ = [
     "is_all_true",
     "is_boxed",
     "is_traced",
+    "is_tracing",
     "is_transformed",
     "is_transforming",
     "leave_trace",
@@ -157,5 +162,6 @@ __all__ = [
     "tracing",
     "without_modes",
     "without_ordered_effects",
+    "without_users_modes",
     "written_by",
 ]

@@ -45,8 +45,19 @@ class Normed(nn.Module):
         return -torch.distributions.Normal(mean, scale.exp()).log_prob(x[:, :2]).mean()
 
 
+class Steers:
+    """A hook with a strength, which a script changes, and a counter."""
+
+    def __init__(self) -> None:
+        self.strength, self.calls = 1.0, 0
+
+    def __call__(self, module: nn.Module, given: Any, output: Tensor) -> Tensor:
+        self.calls += 1
+        return output * self.strength
+
+
 class Changing(nn.Module):
-    """Values of a tensor that is kept, and a library's activation whose forward is replaced."""
+    """Values of a tensor that is kept, a hook's own state, and a library's activation whose forward is replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,6 +140,9 @@ def change(rank: int, seed: int) -> tuple[float, list[str]]:
     plain = Changing().double()
     search = Search(recipe="random", seed=seed)
     parallel: Any = parallelize(copy.deepcopy(plain), mesh_of(2), search=search, timeout=WAIT)
+    hooks = [Steers(), Steers()]
+    for m, hook in zip((parallel, plain), hooks, strict=True):
+        m.first.register_forward_hook(hook)
     optimizers = [adamw(m) for m in (parallel, plain)]
     forward, worst = nn.ReLU6.forward, 0.0
     try:
@@ -136,10 +150,13 @@ def change(rank: int, seed: int) -> tuple[float, list[str]]:
             nn.ReLU6.forward = lambda self, x, n=step: torch.tanh(x) * (1 + n)  # type: ignore[method-assign]
             for m in (parallel, plain):
                 m.kept.fill_(2 + step)
+            for hook in hooks:
+                hook.strength = 1.0 + step
             x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
             worst = max(worst, step_apart(parallel, plain, optimizers, {"x": x}))
     finally:
         nn.ReLU6.forward = forward  # type: ignore[method-assign]
+    assert hooks[0].calls == hooks[1].calls
     out, weight = parallel(x=x), parallel.first.weight
     (slope,) = torch.autograd.grad(out["loss"], weight, create_graph=True)
     said = []

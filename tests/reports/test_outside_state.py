@@ -297,6 +297,12 @@ SOURCES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "gradient": (lambda m: 1 + (m.linear.weight.grad is None), "reads a tensor's gradient"),
     "version": (lambda m: m.linear.weight._version, "reads how often a tensor was written to"),
     "memory": (lambda m: m.linear.weight.data_ptr() % 7, "reads the memory of a tensor"),
+    "folder": (lambda m: len(os.getcwd()), "asks for files or folders"),
+    "file": (lambda m: 1 + os.path.exists(__file__), "asks for files or folders"),
+    "threads": (lambda m: torch.get_num_threads(), "asks about threads"),
+    "flag": (lambda m: 1 + torch.backends.mkldnn.enabled, "reads the flag torch.backends.mkldnn.enabled"),
+    "place": (lambda m: 1 + m.linear.weight.storage_offset(), "asks where a tensor lies"),
+    "gradients off": (lambda m: 1 + (torch.set_grad_enabled(False) is None), "a call of the model disables gradients"),
     "seed": (lambda m: torch.manual_seed(3).initial_seed(), "seeds torch's generator"),
 }
 
