@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.steps import TOLERANCE, adamw, step_apart
@@ -57,7 +58,8 @@ class Steers:
 
 
 class Changing(nn.Module):
-    """Values of a tensor that is kept, a hook's own state, and a library's activation whose forward is replaced."""
+    """Values of a tensor that is kept, a hook's own state, a library's activation whose forward is replaced, and a
+    function that is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class Changing(nn.Module):
         self.kept = torch.ones(1)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.act(self.first(x)) * float(np.asarray(self.kept)[0])
+        h = functional.softsign(self.act(self.first(x))) * float(np.asarray(self.kept)[0])
         return {"loss": h.square().mean(), "hidden": h}
 
 
@@ -144,10 +146,11 @@ def change(rank: int, seed: int) -> tuple[float, list[str]]:
     for m, hook in zip((parallel, plain), hooks, strict=True):
         m.first.register_forward_hook(hook)
     optimizers = [adamw(m) for m in (parallel, plain)]
-    forward, worst = nn.ReLU6.forward, 0.0
+    forward, softsign, worst = nn.ReLU6.forward, functional.softsign, 0.0
     try:
         for step in range(3):
             nn.ReLU6.forward = lambda self, x, n=step: torch.tanh(x) * (1 + n)  # type: ignore[method-assign]
+            functional.softsign = lambda x, n=step: x / (2 + n)
             for m in (parallel, plain):
                 m.kept.fill_(2 + step)
             for hook in hooks:
@@ -155,6 +158,7 @@ def change(rank: int, seed: int) -> tuple[float, list[str]]:
             x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
             worst = max(worst, step_apart(parallel, plain, optimizers, {"x": x}))
     finally:
+        functional.softsign = softsign
         nn.ReLU6.forward = forward  # type: ignore[method-assign]
     assert hooks[0].calls == hooks[1].calls
     out, weight = parallel(x=x), parallel.first.weight

@@ -8,6 +8,7 @@ import functools
 import importlib
 import io
 import logging
+import math
 import os
 import random
 import sys
@@ -25,6 +26,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from transformers import activations
 from transformers.activations import NewGELUActivation
 
 import autopar
@@ -243,6 +246,35 @@ def test_forward_of_a_librarys_module(kind: type[nn.Module], monkeypatch: pytest
         monkeypatch.setattr(kind, "forward", lambda self, x: x * i)
 
     assert_equal(Activates, replace)
+
+
+REPLACED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "torch.nn's": (functional, "silu", lambda m: m.silu(m.linear.weight.detach()).sum()),
+    "of torch": (torch, "cosh", lambda m: torch.cosh(torch.tensor(2.0))),
+    "of a part": (torch.linalg, "det", lambda m: torch.linalg.det(torch.ones(2, 2))),
+    "of numpy": (np, "sqrt", lambda m: float(np.sqrt(2.0))),
+    "of a package's": (activations, "math", lambda m: m.gelu(torch.tensor(2.0))),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_functions_of_libraries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script puts another in the place of one between calls."""
+    module, attribute, scale = REPLACED[name]
+
+    class Calls(Scaled):
+        silu, gelu = nn.SiLU(), NewGELUActivation()
+
+    Calls.scale = scale  # type: ignore[method-assign]
+
+    def replace(model: Any, i: int) -> None:
+        monkeypatch.undo()
+        function: Any = lambda x, **_: torch.as_tensor(x).sum() * float(i)  # noqa: E731
+        value = types.SimpleNamespace(pi=float(i + 1), sqrt=math.sqrt) if attribute == "math" else function
+        if i > 1:  # the first call has the library's
+            monkeypatch.setattr(module, attribute, value)
+
+    assert_equal(Calls, replace)
 
 
 def test_a_module_that_the_first_call_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autopar.capture.settings import SETTINGS
+from autopar.capture.settings import SETTINGS, Libraries
 from autopar.capture.state.inventory import Holdings, Inventory, same_objects
 from autopar.capture.state.on_mesh import Whole, is_on_mesh, make_whole
 from autopar.capture.state.scope import Code, Scope, Search, is_users_object, search
@@ -99,6 +99,9 @@ OF_HOOKS = "hooks"
 
 OF_TORCH = "torch"
 """In place of a module's path: `SETTINGS`."""
+
+OF_LIBRARIES = "libraries"
+"""In place of a module's path: `Libraries`."""
 
 Signature = dict[str, dict[Path, Any]]
 """State by the path of the module and the path in it."""
@@ -208,6 +211,8 @@ class Slots:
         self._parameters: tuple[Any, ...] = ()
         self._inputs: frozenset[int] = frozenset()
         self._settings: dict[Path, Any] = {}
+        self._libraries, self._of_libraries = Libraries(), dict[Path, Any]()
+        self._library_names: Any = None
         self._inventory: Inventory | None = None
         self._whole: dict[bool, _Whole] = {}
         self.computing: dict[tuple[str, Path], frozenset[Path]] = {}
@@ -245,8 +250,9 @@ class Slots:
             own = self._of_hooks(inventory, contents)
             if known.found.get(OF_HOOKS) is not own:
                 known.found = {**known.found, OF_HOOKS: own}
-        rest = {SCOPES: self._of_scopes(self._searched(inventory, known.code).scopes, contents),
-                OF_TORCH: self._of_settings()}  # fmt: skip
+        searched = self._searched(inventory, known.code)
+        rest = {SCOPES: self._of_scopes(searched.scopes, contents), OF_TORCH: self._of_settings(),
+                OF_LIBRARIES: self._of_library_names(searched)}  # fmt: skip
         if any(known.found.get(name) is not own for name, own in rest.items()):
             known.found = {**known.found, **rest}
         return known.found
@@ -309,6 +315,13 @@ class Slots:
         if found != self._settings:
             self._settings = found
         return self._settings
+
+    def _of_library_names(self, searched: Search) -> dict[Path, Any]:
+        found = self._libraries.now(searched.libraries, describe)
+        if found is not self._library_names:
+            self._library_names = found
+            self._of_libraries = {(("attr", name),): text for name, text in found.items()}
+        return self._of_libraries
 
     def _of_scopes(self, scopes: Sequence[Scope], contents: Contents) -> dict[Path, Any]:
         """The state in the scopes that the code reads."""
