@@ -63,6 +63,7 @@ from autopar._torch_compat.operators import (
     scaled_mm,
     storage_id,
     tensors_in,
+    traced_functions,
     written_by,
 )
 from autopar._torch_compat.pipelining import pipeline_runtime, torch_schedule
@@ -156,6 +157,7 @@ __all__ = [
     "take_shape_in_place",
     "tensors_in",
     "torch_schedule",
+    "traced_functions",
     "traced_graph",
     "traced_node",
     "traced_root",

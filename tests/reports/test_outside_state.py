@@ -115,6 +115,22 @@ def case(read: Callable[[Any], Any], change: Callable[[Any, int], Any], **member
     return pytest.param(type("Case", (Scaled,), {"scale": read, **members}), change)
 
 
+class Plain:
+    ratio = 1.0
+
+
+class Derived(Plain):
+    pass
+
+
+def shadow(model: Any, i: int) -> None:
+    """Give a class an attribute that its base has."""
+    if i > 1:
+        Derived.ratio = float(i)
+    elif "ratio" in vars(Derived):
+        del Derived.ratio
+
+
 def from_import(model: Any) -> Any:
     from a_users_module import scale  # type: ignore[import-not-found]
 
@@ -151,6 +167,7 @@ CASES = {
                            ref=weakref.ref(HOLDER)),
     "metaclass": case(lambda m: Configured.scale, lambda m, i: setattr(Meta, "scale", float(i))),
     "singleton": case(lambda m: Once.get().scale, lambda m, i: setattr(Once.get(), "scale", float(i))),
+    "subclass": case(lambda m: m.held.ratio, shadow, held=Derived()),
     "descriptor": case(lambda m: m.value, lambda m, i: setattr(Descriptor, "value", float(i)), value=Descriptor()),
     "by a string": case(lambda m: getattr(Holder, "sca" + "le"), lambda m, i: setattr(Holder, "scale", float(i))),
     "globals()": case(lambda m: globals()["BY_NAME"], lambda m, i: globals().update(BY_NAME=float(i))),
@@ -246,6 +263,28 @@ def test_forward_of_a_librarys_module(kind: type[nn.Module], monkeypatch: pytest
         monkeypatch.setattr(kind, "forward", lambda self, x: x * i)
 
     assert_equal(Activates, replace)
+
+
+SLOPES = [1.0]
+
+
+@torch.library.custom_op("autopar_reports::sloped", mutates_args=())
+def sloped(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+sloped.register_fake(torch.empty_like)
+sloped.register_autograd(lambda ctx, gradient: gradient * SLOPES[0])
+
+
+def test_the_derivative_of_a_custom_operator() -> None:
+    """Which is traced, where the operator itself runs."""
+
+    class Sloped(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return sloped(self.linear(x)).square().mean()
+
+    assert_equal(Sloped, lambda m, i: SLOPES.__setitem__(0, float(i)))
 
 
 REPLACED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {

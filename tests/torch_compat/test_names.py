@@ -31,7 +31,7 @@ def test_every_name_has_a_contract() -> None:
         "said_by_kernel", "scaled_mm", "selective_policy", "set_group_timeout",
         "spec_in",
         "storage_id", "suggest_memory_format", "take_in_foreach", "tensors_in",
-        "torch_schedule", "traced_graph", "traced_node",
+        "torch_schedule", "traced_functions", "traced_graph", "traced_node",
         "traced_root",
         "tracing", "without_modes", "without_ordered_effects", "without_users_modes", "written_by",
     }  # fmt: skip

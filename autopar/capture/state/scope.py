@@ -32,6 +32,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from autopar._torch_compat import traced_functions
+
 MOST = 1000
 """Functions that are searched; a model whose code reaches more has the state of the others overlooked."""
 
@@ -100,6 +102,8 @@ _owners: dict[int, Owner] = {}
 
 
 _BUILTINS = frozenset(vars(builtins))
+
+_NOBODY = Owner({}, "")
 
 MISSING = object()
 """In place of the value of a name that is not there."""
@@ -196,6 +200,8 @@ class Search:
         for names in self._of_some_class:
             for c in self._classes:
                 self._note_assigned(c, names)
+        for c in self._classes:
+            self._note_inherited(c)
         for hook in hooks:
             self._visit_hook(hook)
         self.scopes = [Scope(owner, tuple(sorted(names))) for owner, names in self._names.items()]
@@ -244,6 +250,12 @@ class Search:
             called = function is not None and special and (name.startswith("__") or differentiates)
             if name in self._attributes or called:
                 self._visit_value(kind, kind.__qualname__, name, value)
+
+    def _note_inherited(self, kind: type) -> None:
+        """What a class has from its bases, and may get itself between calls."""
+        noted = [names for c in kind.__mro__[1:] if (names := self._names.get(_owners.get(id(c), _NOBODY)))]
+        for name in () if _is_installed(kind.__module__) else sorted(self._attributes & set().union(*noted)):
+            self._note(kind, kind.__qualname__, name)
 
     def _visit_installed(self, kind: type) -> None:
         """Of a library's class plain values alone, which a user may set: its code is large, and keeps to attributes."""
@@ -392,6 +404,9 @@ class Search:
                     self._follow(part, label)
         elif function is not None:
             self._visit_function(function)
+        elif functions := traced_functions(value):
+            for part in functions:
+                self._follow(part, label)
         elif isinstance(value, nn.Module):  # one that is no submodule
             self._add_module(type(value))
         elif isinstance(value, types.SimpleNamespace | argparse.Namespace | threading.local):
