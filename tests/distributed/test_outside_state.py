@@ -58,8 +58,8 @@ class Steers:
 
 
 class Changing(nn.Module):
-    """Values of a tensor that is kept, a hook's own state, a library's activation whose forward is replaced, and a
-    function that is."""
+    """Values of a tensor that is kept, a hook's own state, a library's activation whose forward is replaced, a
+    function that is, and what is set on the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Changing(nn.Module):
         self.kept = torch.ones(1)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = functional.softsign(self.act(self.first(x))) * float(np.asarray(self.kept)[0])
+        h = functional.softsign(self.act(self.first(x))) * getattr(x, "gain", 1.0) * float(np.asarray(self.kept)[0])
         return {"loss": h.square().mean(), "hidden": h}
 
 
@@ -156,6 +156,7 @@ def change(rank: int, seed: int) -> tuple[float, list[str]]:
             for hook in hooks:
                 hook.strength = 1.0 + step
             x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            x.gain = 1.0 + step  # type: ignore[attr-defined]
             worst = max(worst, step_apart(parallel, plain, optimizers, {"x": x}))
     finally:
         functional.softsign = softsign
