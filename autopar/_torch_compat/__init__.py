@@ -63,18 +63,22 @@ from autopar._torch_compat.operators import (
     scaled_mm,
     storage_id,
     tensors_in,
+    traced_functions,
     written_by,
 )
 from autopar._torch_compat.pipelining import pipeline_runtime, torch_schedule
 from autopar._torch_compat.processes import interrupt_gloo, number_of_groups, put_around_collectives
 from autopar._torch_compat.traced import (
     aot_export_joint_with_descriptors,
+    function_modes,
     is_traced,
+    is_tracing,
     is_transformed,
     is_transforming,
     traced_graph,
     traced_node,
     traced_root,
+    without_users_modes,
 )
 
 __all__ = [
@@ -106,6 +110,7 @@ __all__ = [
     "flex_attention_as",
     "forget_fake_results",
     "forget_source_with",
+    "function_modes",
     "get_decompositions",
     "handle_operators",
     "hooks_of_all_modules",
@@ -118,6 +123,7 @@ __all__ = [
     "is_all_true",
     "is_boxed",
     "is_traced",
+    "is_tracing",
     "is_transformed",
     "is_transforming",
     "leave_trace",
@@ -151,11 +157,13 @@ __all__ = [
     "take_shape_in_place",
     "tensors_in",
     "torch_schedule",
+    "traced_functions",
     "traced_graph",
     "traced_node",
     "traced_root",
     "tracing",
     "without_modes",
     "without_ordered_effects",
+    "without_users_modes",
     "written_by",
 ]

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
 from torch.utils import _pytree
@@ -23,6 +24,14 @@ is_all_true = torch._is_all_true
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors among arguments, or results, of an operator, in their order."""
     return [t for t in _pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def traced_functions(value: Any) -> list[Any]:
+    """Python functions of a `torch.library.custom_op` that run while it is traced: of its derivative."""
+    if not isinstance(value, CustomOpDef):
+        return []
+    found: list[Any] = [value._backward_fn, value._setup_context_fn]
+    return [f for f in found if f is not None]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,3 +66,44 @@ def traced_root() -> Any:
 
     mode = get_proxy_mode()
     return None if mode is None else getattr(mode.tracer, "root")  # noqa: B009  not every tracer's type has it
+
+
+def is_tracing() -> bool:
+    """Whether a graph is being traced, in any of the calls that a tracer makes."""
+    # The tracer's first call records no operators yet, but functionalizes what writes in place.
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FUNCTIONAL, keys.PROXY))
+
+
+def function_modes() -> list[Any]:
+    """The modes that torch's functions are called under now (`torch.overrides.TorchFunctionMode`).
+
+    But for torch's own, such as ``with torch.device(...)``, and ours.
+    """
+    if not torch._C._len_torch_function_stack():
+        return []
+    from torch import overrides
+
+    stack: Any = overrides._get_current_function_mode_stack
+    return [m for m in stack() if type(m).__module__.partition(".")[0] not in ("torch", "autopar")]
+
+
+@contextmanager
+def without_users_modes() -> Iterator[None]:
+    """While it lasts, no mode of the user's sees operators (`TorchDispatchMode`): a counter of FLOPs, say.
+
+    Where torch's own fake tensors are among them, they stay as they are.
+    """
+    from torch.utils import _python_dispatch as module
+
+    modes = module._get_current_dispatch_mode_stack()
+    if not modes or any(getattr(m, "_mode_key", None) is not None for m in modes):
+        yield
+        return
+    for _ in modes:
+        module._pop_mode()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            module._push_mode(mode)

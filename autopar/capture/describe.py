@@ -31,8 +31,8 @@ def describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Program
     found = seen.results
     assert found is not None
     state = State(
-        tuple(seen.writes), frozenset(seen.assigned.values()), observed=tuple(seen.observed), checks=seen.checks,
-        stride_read=seen.stride_read,
+        tuple(seen.writes), frozenset(seen.assigned.values()), observed=tuple(seen.observed),
+        computing=tuple(seen.computing.items()), checks=seen.checks, stride_read=seen.stride_read,
     )  # fmt: skip
     program = Program(
         joint,

@@ -30,6 +30,7 @@ from autopar._torch_compat import (
     resampling_as_operators,
     storage_id,
     without_ordered_effects,
+    without_users_modes,
 )
 from autopar.capture.decompositions import decompositions
 from autopar.capture.describe import describe
@@ -97,7 +98,9 @@ def capture(
     attempt = partial(
         _attempt, model, tensors, arguments, loss_fn=loss_fn, loss=loss, training=training, compute=compute
     )
-    program: Program = floats.watched(arguments.numbers, lambda recorder: _with_fewest_constants(attempt, recorder))
+    # The user's modes see what a step computes, as they do in eager mode, and not how it is traced.
+    with without_users_modes():
+        program: Program = floats.watched(arguments.numbers, partial(_with_fewest_constants, attempt))
     return program
 
 

@@ -17,10 +17,11 @@ from torch import nn
 from autopar._torch_compat import storage_id
 from autopar.capture.attention import Attention
 from autopar.capture.functions.chunk_states import ChunkStates
+from autopar.capture.functions.kinds import classes_of_eager, mark_parameter
 from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.outside import refused
-from autopar.capture.state.hooks import Hooks, Observation, observations
+from autopar.capture.state.hooks import Hooks, Observation, Place, observations
 from autopar.capture.state.record import Record
 from autopar.capture.state.scope import uncached
 from autopar.capture.state.slots import tensor_attributes, where_kept
@@ -43,6 +44,8 @@ class Seen:
         assigned: buffers that get a new tensor, by the index of the result.
         writes: to the model's Python state.
         observed: calls of hooks that record.
+        computing: hooks that are part of the graph, each with what of its own state the graph does not depend on.
+        counted_by_hooks: paths of numbers that a hook changes, by the hook's place.
         checks: of factorizations.
         stride_read: the user's line that reads strides.
         numbers: paths of numbers that the call changes.
@@ -55,6 +58,8 @@ class Seen:
         self.assigned: dict[int, str] = {}
         self.writes: list[Write] = []
         self.observed: list[Observation] = []
+        self.computing: dict[Place, frozenset[Path]] = {}
+        self.counted_by_hooks: dict[Place, list[tuple[str, Path]]] = {}
         self.checks: tuple[Check, ...] = ()
         self.stride_read = self.added_to = ""
         self.seeded: list[str] = []
@@ -93,6 +98,7 @@ class Harness(nn.Module):
         # To tell parameters that a lazy module makes in forward.
         self.parameter_names = {name for name, _ in model.named_parameters()}
         named = [*model.named_parameters(), *model.named_buffers()]
+        self.plain_parameters = {name for name, p in model.named_parameters() if isinstance(p, nn.Parameter)}
         self.attributes = {name: own for name, t in named if (own := tensor_attributes(t))}
         # Registered as None, or not at all, and set in forward: `named_buffers` does not show these.
         self.tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
@@ -128,11 +134,16 @@ class Harness(nn.Module):
         named |= {repr(n): t for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
         origins, hooks, intercepts = (
             Origins(self),
-            Hooks(self.model, self.record),
-            Intercepts(named, partial(where_kept, self.model)),
+            Hooks(self.model, self.record, self.seen.counted_by_hooks),
+            Intercepts(named, partial(where_kept, self.model), tensors),
         )
         with self._traced(origins, hooks, intercepts):
             output, contents = without_python_draws(lambda: self._called(self.arguments.fill(tensors, numbers)))
+        if not torch.is_grad_enabled() and self.differentiable:
+            raise CaptureError(
+                "a call of the model disables gradients, and leaves them so (torch.set_grad_enabled(False)), which its "
+                "caller would not see; write with torch.no_grad(): around what needs none"
+            )
         if changed := contents.changed():
             raise CaptureError(
                 f"the model changes what it is given: {changed} is added, replaced or removed, which the caller's own "
@@ -170,6 +181,8 @@ class Harness(nn.Module):
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         for name, tensor in tensors:
             vars(tensor).update(self.attributes.get(name, {}))
+            if name in self.plain_parameters:
+                mark_parameter(tensor)
         return {name: (tensor, dict(vars(tensor))) for name, tensor in tensors}
 
     @staticmethod
@@ -212,6 +225,7 @@ class Harness(nn.Module):
             with (
                 uncached(reached.scopes),
                 refused(reached.globals, self.seen.seeded),
+                classes_of_eager(reached.globals),
                 Regions(self._recomputed).recorded(),
                 origins.recorded(),
                 intercepts.entered(),
@@ -295,7 +309,7 @@ class Harness(nn.Module):
             return leaf(_in_own_memory(tensor, trained))
 
         # Hooks first: a number that one of them sees is a constant, and not only counted.
-        self.seen.observed = observations(hooks, self.record, leaf)
+        self.seen.observed, self.seen.computing = observations(hooks, self.record, leaf), hooks.computing
         self.seen.writes = self.record.writes(kept, lines)
         self.seen.checks, self.seen.stride_read = intercepts.checks(leaf), intercepts.stride_read
         assigned = {}

@@ -44,6 +44,7 @@ from autopar._torch_compat import (
 )
 from autopar.capture.functions.drawing import DRAWING, drawn
 from autopar.capture.functions.formulas import BY_FORMULA, gaussian_nll_loss
+from autopar.capture.functions.kinds import is_leaf
 from autopar.capture.functions.padded_encoder import padded_with_zeros
 from autopar.capture.origins import user_frame
 from autopar.capture.state.on_mesh import is_on_mesh
@@ -79,6 +80,10 @@ _TEXTS = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
 
 _MEMORY = "reads the memory of a tensor", "compute with torch, or read it before the call and pass what it says"
 _GRADIENT = "reads a tensor's gradient", "read it before the call, and pass it as an argument or keep it in a buffer"
+_PLACE = (
+    "asks where a tensor lies, or whether it is one as it was made",
+    "decide before the call, and keep the decision in an attribute or pass it as an argument",
+)
 _VERSION = "reads how often a tensor was written to", "count in an attribute or a buffer"
 
 _READS_MORE = {
@@ -88,6 +93,14 @@ _READS_MORE = {
     "storage": _MEMORY,
     ".grad": _GRADIENT,
     "._version": _VERSION,
+    ".is_leaf": _PLACE,  # of the batch's alone
+    "._base": _PLACE,
+    "_is_view": _PLACE,
+    "storage_offset": _PLACE,
+    "is_pinned": _PLACE,
+    "is_inference": _PLACE,
+    "is_conj": _PLACE,
+    "is_neg": _PLACE,
 }
 """Methods and attributes of a tensor of the call, which are not those of the tensor that it stands for: what reads them
 does, and what to do instead."""
@@ -169,10 +182,22 @@ def _check_arguments(invalid: Leaf, said: str, results: Any) -> None:
 class Intercepts(TorchFunctionMode):
     """Changes calls of torch while it is entered."""
 
-    def __init__(self, named: Mapping[str, torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:
-        """``named``: the tensors that go into the call; ``name_of``: where the model keeps another one, or nothing."""
+    def __init__(
+        self,
+        named: Mapping[str, torch.Tensor],
+        name_of: Callable[[torch.Tensor], str],
+        batch: Sequence[torch.Tensor],
+    ) -> None:
+        """Of one call.
+
+        Args:
+            named: the tensors that go into it, the model's and the batch's.
+            name_of: where the model keeps another one; empty: nowhere.
+            batch: the tensors of the batch.
+        """
         super().__init__()
         self._name_of = name_of
+        self._batch = {id(t): t for t in batch}
         self._memory: Memory = {}
         for name, t in named.items():
             self._memory.setdefault(storage_id(t), []).append((*extent(t), name, t))
@@ -204,8 +229,12 @@ class Intercepts(TorchFunctionMode):
         if func in _TEXTS and is_transformed(args[0]) and (func is torch.Tensor.__repr__ or args[0].ndim):
             # Torch's own text of a tensor within `torch.func` asks what a trace does not have, and ends the process.
             return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
-        if (name := _name(func)) in _READS_MORE:
+        if (name := _name(func)) in _READS_MORE and name != ".is_leaf":
             _refuse_reading(name, args[0])
+        if name == ".is_leaf" and is_traced(args[0]):
+            if id(args[0]) in self._batch and args[0].requires_grad:
+                _refuse_reading(name, args[0])
+            return is_leaf(args[0])
         if func in _READS_VALUES and not is_traced(args[0]):
             return _values(func, args, kwargs or {})
         if func is is_all_true and is_traced(args[0]):

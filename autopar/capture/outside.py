@@ -1,7 +1,8 @@
 """What a model gets from outside of it, which is another value each time: a graph would repeat the first for ever.
 
-The clock, random bytes, files, the state of torch's generator, and derivatives that torch folds to constants. While a
-model is traced, functions that give these are replaced by ones that refuse; torch and libraries may go on calling them.
+The clock, random bytes, files, threads, memory in use, flags of cuDNN and oneDNN, the state of torch's generator, and
+derivatives that torch folds to constants. While a model is traced, functions that give these are replaced by ones that
+refuse; torch and libraries may go on calling them.
 Where a library seeds or sets back torch's generator, that is noted, and refused if the model draws numbers: the graph
 would draw others.
 """
@@ -16,6 +17,7 @@ import os
 import random
 import secrets
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +37,12 @@ _AUTOPAR = str(Path(__file__).parent.parent)
 _CLOCK = "reads the clock", "measure time outside of the model"
 _BYTES = "draws random bytes", "draw with torch (torch.rand), or outside and pass what was drawn as an argument"
 _FILE = "reads a file", "read it before the call, and keep what it says in an attribute or a buffer"
+_ENTRY = "asks for files or folders", "ask before the call, and keep the answer in an attribute"
+_THREADS = "asks about threads", "ask before the call, and keep the answer in an attribute"
+_FREE = (
+    "asks how much memory is in use",
+    "decide before the call, and keep the decision in an attribute; what a plan may use is memory= of parallelize()",
+)
 _SEED = "seeds torch's generator", "seed it before the call, or draw the numbers outside and pass them"
 _FOLDED = (
     "linearizes a function, whose derivative torch folds to constants",
@@ -51,6 +59,12 @@ _SOURCES: tuple[tuple[ModuleType, tuple[str, ...], tuple[str, str]], ...] = (
     (secrets, ("token_bytes", "token_hex", "randbelow", "randbits", "choice"), _BYTES),
     (builtins, ("open",), _FILE),
     (io, ("open",), _FILE),
+    (os, ("getcwd", "listdir", "scandir", "stat"), _ENTRY),
+    (os.path, ("exists", "isfile", "isdir", "getmtime", "getsize"), _ENTRY),
+    (threading, ("active_count", "current_thread", "get_ident", "get_native_id"), _THREADS),
+    (torch, ("get_num_threads", "get_num_interop_threads"), _THREADS),
+    (torch.cuda, ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info",
+                  "memory_stats"), _FREE),
     (np, ("load", "loadtxt", "genfromtxt", "fromfile", "memmap"), _FILE),
     (torch, ("load", "from_file"), _FILE),
     (torch, ("manual_seed", "seed"), _SEED),
@@ -62,6 +76,15 @@ _SOURCES: tuple[tuple[ModuleType, tuple[str, ...], tuple[str, str]], ...] = (
     (torch.cuda, ("initial_seed", "get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all"), _STATE),
 )  # fmt: skip
 
+
+_FLAGS = (
+    (torch.backends.cudnn, ("enabled", "benchmark", "deterministic", "allow_tf32")),
+    (torch.backends.mkldnn, ("enabled",)),
+)
+"""Flags of torch's libraries, which are read as attributes of a module; capture sets some of them itself."""
+
+_OF_ITSELF = (_CLOCK, _ENTRY, _THREADS, _FREE)
+"""What Python's own code asks for itself, and not for its caller: of a record of `logging`, say, or to show a line."""
 
 _SETS = frozenset(("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"))
 """Functions after which the generator draws other numbers."""
@@ -92,10 +115,44 @@ def refused(spaces: Sequence[dict[str, Any]], seeded: list[str]) -> Iterator[Non
     try:
         for space, name, function in put:
             space[name] = refusing[id(function)]
-        yield
+        with _flags_refused():
+            yield
     finally:
         for space, name, function in put:
             space[name] = function
+
+
+class _Flag:
+    """A flag of one of torch's libraries, which the user's code may not read."""
+
+    def __init__(self, name: str, own: Any) -> None:
+        """``own`` is torch's descriptor, which reads and sets it."""
+        self.name, self.own = name, own
+
+    def __get__(self, module: Any, kind: type) -> Any:
+        frame = sys._getframe(1)
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if is_users_file(file) and not is_installed(file):
+            raise CaptureError(
+                f"the model reads the flag {self.name} at {file}:{line}, which is another one while it is captured; "
+                "read it before the call, and keep it in an attribute"
+            )
+        return self.own.__get__(module, kind)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        self.own.__set__(module, value)
+
+
+@contextlib.contextmanager
+def _flags_refused() -> Iterator[None]:
+    found = [(type(m), n, vars(type(m))[n], m.__name__) for m, names in _FLAGS for n in names if n in vars(type(m))]
+    try:
+        for kind, name, own, module in found:
+            setattr(kind, name, _Flag(f"{module}.{name}", own))
+        yield
+    finally:
+        for kind, name, own, _ in found:
+            setattr(kind, name, own)
 
 
 def _refuse(
@@ -105,11 +162,11 @@ def _refuse(
     if why is _FILE and name.endswith("open") and not _is_read(*args, **kwargs):
         return function(*args, **kwargs)
     frame = sys._getframe(1)
-    # Python's own code asks on behalf of its caller, but for the time: of a record of `logging`, say. Torch, and every
-    # installed library, asks for itself, but for what `fork_rng` does.
+    # Python's own code asks on behalf of its caller, but for some. Torch, and every installed library, asks for itself,
+    # but for what `fork_rng` does.
     while frame.f_back is not None and (
         frame.f_code.co_filename == torch.random.__file__
-        or (why is not _CLOCK and is_standard(frame.f_code.co_filename))
+        or (why not in _OF_ITSELF and is_standard(frame.f_code.co_filename))
     ):
         frame = frame.f_back
     file, line = frame.f_code.co_filename, frame.f_lineno

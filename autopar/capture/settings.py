@@ -1,12 +1,16 @@
-"""`SETTINGS`: what is set in torch for the whole process, which a model may ask for, as torch does, or set itself."""
+"""What is set for the whole process: `SETTINGS` of torch, which a model may ask for, and functions of libraries.
+
+A script may put others in the place of these: ``F.scaled_dot_product_attention = mine``.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 _DETERMINISM = ("default", "warn", "error")
 """Names of torch's modes of deterministic algorithms, by number."""
@@ -61,3 +65,45 @@ class _Settings(MutableMapping[str, Any]):
 
 
 SETTINGS = _Settings()
+
+
+Names = tuple[Mapping[str, Any], str, tuple[str, ...]]
+"""Of a library's module: what it holds, its name, and those of its names that the model's code reads."""
+
+
+class Libraries:
+    """Functions of libraries' modules, and plain values there, by their identity: their code is not looked into.
+
+    Of `torch.nn.functional`, which torch's own modules call, all; of others what the user's code names, and the classes
+    of installed modules.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._names: Sequence[Names] = ()
+        self._values: list[Any] = []
+        self._found: dict[str, Any] = {}
+
+    def now(self, names: Sequence[Names], same: Callable[[Any], Any]) -> Mapping[str, Any]:
+        """What is there now, by name; the same object as long as nothing is another one.
+
+        Args:
+            names: of modules besides `torch.nn.functional`.
+            same: what describes a function or value.
+        """
+        values = list(vars(functional).values())
+        for space, _, own in names:
+            values += map(space.get, own)
+        if names is not self._names or not _equal(values, self._values):
+            spaces = ((vars(functional), functional.__name__, tuple(vars(functional))), *names)
+            found = [(f"{label}.{n}", space.get(n)) for space, label, own in spaces for n in own]
+            self._names, self._values, self._found = names, values, {n: same(v) for n, v in found}
+        return self._found
+
+
+def _equal(a: list[Any], b: list[Any]) -> bool:
+    # Python compares identities first: where nothing has been replaced, no object is asked.
+    try:
+        return a == b
+    except Exception:  # an array, say, in the place of a function
+        return False

@@ -192,6 +192,7 @@ class State:
         assigned: buffers that get a new tensor, where others are written in place.
         counted: paths of numbers that the call only counts on.
         observed: calls of recording hooks, see `autopar.capture.state.hooks`.
+        computing: hooks that are part of the graph, see `autopar.capture.state.hooks`.
         checks: of factorizations, see `autopar.capture.intercepts`.
         constants: plain tensors among the attributes are constants of the graph, and not inputs like buffers.
         stride_read: the user's line that reads strides, which are constants of the graph; empty: none does.
@@ -202,6 +203,7 @@ class State:
     counted: frozenset[tuple[str, Any]] = frozenset()
     constants: bool = False
     observed: tuple[Any, ...] = ()
+    computing: tuple[Any, ...] = ()
     checks: tuple[Any, ...] = ()
     stride_read: str = ""
 

@@ -43,6 +43,7 @@ def deep_copy(module: ParallelModule, memo: dict[int, Any]) -> ParallelModule:
     memo[id(old.offloaded)] = memo[id(old.slots)] = None
     new.__dict__.update(copy.deepcopy(module.__dict__, memo))
     new._autopar.slots = Slots(new._autopar.original, old.slots.whole)
+    new._autopar.slots.compute(old.slots.computing.items())
     new._autopar.family.append(weakref.ref(new._autopar))
     new._autopar.offload_states()
     return new

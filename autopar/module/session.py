@@ -287,6 +287,9 @@ class Session:
                 unread=frozenset() if first else self.unread.names(self.original, self.context),
             )  # fmt: skip
         weakref.finalize(found, forget_fake_results, results).atexit = False
+        if self.slots.compute(found.program.state.computing):
+            # The capture has found out whose state counts, and left it as it was.
+            states = {c: self.slots.signature(c) for c in (False, True)}
         if first:
             options.observer.planned(found.plan)
         # Copies that were made before get the same layouts: averages of weights combine their parameters.

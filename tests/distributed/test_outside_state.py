@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.steps import TOLERANCE, adamw, step_apart
@@ -45,8 +46,20 @@ class Normed(nn.Module):
         return -torch.distributions.Normal(mean, scale.exp()).log_prob(x[:, :2]).mean()
 
 
+class Steers:
+    """A hook with a strength, which a script changes, and a counter."""
+
+    def __init__(self) -> None:
+        self.strength, self.calls = 1.0, 0
+
+    def __call__(self, module: nn.Module, given: Any, output: Tensor) -> Tensor:
+        self.calls += 1
+        return output * self.strength
+
+
 class Changing(nn.Module):
-    """Values of a tensor that is kept, and a library's activation whose forward is replaced."""
+    """Values of a tensor that is kept, a hook's own state, a library's activation whose forward is replaced, a
+    function that is, and what is set on the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +67,7 @@ class Changing(nn.Module):
         self.kept = torch.ones(1)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.act(self.first(x)) * float(np.asarray(self.kept)[0])
+        h = functional.softsign(self.act(self.first(x))) * getattr(x, "gain", 1.0) * float(np.asarray(self.kept)[0])
         return {"loss": h.square().mean(), "hidden": h}
 
 
@@ -129,17 +142,26 @@ def change(rank: int, seed: int) -> tuple[float, list[str]]:
     plain = Changing().double()
     search = Search(recipe="random", seed=seed)
     parallel: Any = parallelize(copy.deepcopy(plain), mesh_of(2), search=search, timeout=WAIT)
+    hooks = [Steers(), Steers()]
+    for m, hook in zip((parallel, plain), hooks, strict=True):
+        m.first.register_forward_hook(hook)
     optimizers = [adamw(m) for m in (parallel, plain)]
-    forward, worst = nn.ReLU6.forward, 0.0
+    forward, softsign, worst = nn.ReLU6.forward, functional.softsign, 0.0
     try:
         for step in range(3):
             nn.ReLU6.forward = lambda self, x, n=step: torch.tanh(x) * (1 + n)  # type: ignore[method-assign]
+            functional.softsign = lambda x, n=step: x / (2 + n)
             for m in (parallel, plain):
                 m.kept.fill_(2 + step)
+            for hook in hooks:
+                hook.strength = 1.0 + step
             x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            x.gain = 1.0 + step  # type: ignore[attr-defined]
             worst = max(worst, step_apart(parallel, plain, optimizers, {"x": x}))
     finally:
+        functional.softsign = softsign
         nn.ReLU6.forward = forward  # type: ignore[method-assign]
+    assert hooks[0].calls == hooks[1].calls
     out, weight = parallel(x=x), parallel.first.weight
     (slope,) = torch.autograd.grad(out["loss"], weight, create_graph=True)
     said = []

@@ -14,8 +14,20 @@ from tests.distributed.models import mlp_batch, slow_devices
 pytestmark = pytest.mark.distributed
 
 
+class Noisy(torch.autograd.Function):
+    """Draws in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (0.5 + torch.rand_like(gradient))
+
+
 class Dropping(nn.Module):
-    """An MLP with dropout, which also returns what it keeps of its input."""
+    """An MLP with dropout, which also returns what it keeps of its input, and gradients with noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +36,8 @@ class Dropping(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        out = self.down(self.drop(torch.relu(self.up(x))))
+        hidden: torch.Tensor = Noisy.apply(self.drop(torch.relu(self.up(x))))  # type: ignore[no-untyped-call]
+        out = self.down(hidden)
         return {"loss": ((out - y) ** 2).mean(), "kept": self.drop(x)}
 
 

@@ -219,3 +219,47 @@ def test_postponed_reduction_and_freezing() -> None:
     assert model.embed.weight.grad is None
     model(**BATCH)["loss"].backward()
     assert model.embed.weight.grad is not None
+
+
+class Noisy(torch.autograd.Function):
+    """Draws in its backward pass, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.rand_like(gradient)
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn: torch.Tensor = Noisy.apply(self.linear(x))
+        return drawn.square().sum()
+
+
+def test_numbers_that_a_backward_pass_draws() -> None:
+    """They are drawn there, and once: those of later calls follow."""
+    models, x = (parallelize(Draws(), None), Draws()), torch.ones(4, 3, dtype=torch.float64)
+    for model in models:
+        torch.manual_seed(1)
+        for _ in range(2):
+            model(x).backward()
+    torch.testing.assert_close(models[0].linear.weight.grad, models[1].linear.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_parallel_model_in_another_one() -> None:
+    inner = parallelize(Draws(), None)
+
+    class Outer(Draws):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).sum() * inner(x)
+
+    with pytest.raises(AutoparError, match="in the forward of another one that is captured"):
+        parallelize(Outer(), None)(torch.ones(4, 3, dtype=torch.float64))

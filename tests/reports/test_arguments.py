@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.errors import CaptureError
 from autopar.ir.signature import binding
 from autopar.parallelize import parallelize
 from autopar.verify.verify import verify
@@ -202,3 +203,29 @@ def test_lazy_conjugates_and_negatives() -> None:
     )
     torch.testing.assert_close(found, expected)
     assert verify(plain, tuple(t.detach() for t in batch), {"a": 2}, plan="random").max_error < 1e-12
+
+
+class Marked(nn.Module):
+    """Reads what a script has set on the tensor that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean() * getattr(x, "gain", 1.0) * (2 if hasattr(x, "twice") else 1)
+
+
+def test_attributes_of_tensors() -> None:
+    plain, parallel = Marked(), parallelize(Marked(), None)
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+    marks: list[dict[str, Any]] = [{}, {"gain": 3.0}, {"gain": 4.0}, {"twice": True}, {"unread": {}}, {}]
+    for mark in marks:
+        given = x.clone()
+        vars(given).update(mark)
+        assert parallel(given).item() == pytest.approx(plain(given).item(), rel=1e-12)
+        assert verify(Marked(), (given,), {"a": 2}, plan="random").max_error < 1e-12
+    given.gain = torch.ones(2)  # type: ignore[attr-defined]
+    with pytest.raises(CaptureError, match="'gain' that is set on a tensor of its batch, a Tensor"):
+        parallel(given)

@@ -13,11 +13,13 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_full_backward_hook,
 )
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar import parallelize
-from autopar.errors import CaptureError
+from autopar import parallelize, verify
+from autopar.errors import AutoparError, CaptureError
 
 D = torch.float64
 
@@ -176,3 +178,114 @@ def test_state_that_a_checkpoint_writes(name: str, reentrant: bool) -> None:
         refused(function, f"under torch.utils.checkpoint writes to '{found}'")
     else:
         same(parallelize(Model(function), None), Model(function))
+
+
+class Steering:
+    """A hook with state of its own: a strength, which a script changes, and what it counts and keeps."""
+
+    def __init__(self) -> None:
+        self.strength, self.calls, self.seen = 1.0, 0, []
+
+    def __call__(self, module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(output.detach().sum())
+        return output * self.strength
+
+    def backward(self, module: nn.Module, inner: Any, outer: Any) -> Any:
+        return tuple(g * self.strength for g in inner)
+
+
+OPTIONS = [1.0]
+
+
+def by_global(module: nn.Module, given: Any) -> Any:
+    return (given[0] * OPTIONS[0],)
+
+
+HOOKED: dict[str, Callable[[Any, Steering], Any]] = {
+    "object": lambda m, state: m.f.register_forward_hook(state),
+    "method": lambda m, state: m.g.register_full_backward_hook(state.backward),
+    "closure": lambda m, state: m.f.register_forward_hook(lambda *given: given[2] * state.strength),
+    "global": lambda m, state: m.f.register_forward_pre_hook(by_global),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_state_of_a_hooks_own(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What a hook only counts and keeps needs no new graph; what it computes with does."""
+    models = [Model(lambda m, x: m.g(m.f(x))) for _ in range(2)]
+    states = [Steering(), Steering()]
+    for model, state in zip(models, states, strict=True):
+        HOOKED[name](model, state)
+    if name == "object":
+        assert verify(models[0], (batch(0),), {"a": 2}, plan="random").max_error < 1e-12
+        assert not states[0].calls
+    parallel, losses = parallelize(models[0], None), []
+    with caplog.at_level("INFO", "autopar"):
+        for step in range(4):
+            for state in states:
+                state.strength = OPTIONS[0] = 3.0 if step > 1 else 1.0
+            losses.append([float(m(batch(step))) for m in (parallel, models[1])])
+            same(parallel, models[1], 1)
+    assert all(a == pytest.approx(b, rel=1e-12) for a, b in losses)
+    torch.testing.assert_close(states[0].seen, states[1].seen)
+    assert states[0].calls == states[1].calls
+    assert sum("recapturing" in r.message for r in caplog.records) == 1
+
+
+def test_the_order_of_hooks() -> None:
+    models = [Model(lambda m, x: m.g(m.f(x))) for _ in range(2)]
+    for model in models:
+        for function in (lambda *given: given[2] * 2, lambda *given: given[2] + 1):
+            model.f.register_forward_hook(function)
+    parallel = parallelize(models[0], None)
+    same(parallel, models[1], 1)
+    for model in models:
+        model.f._forward_hooks.move_to_end(next(iter(model.f._forward_hooks)))
+    same(parallel, models[1], 1)
+
+
+def test_a_hook_that_computes_with_what_it_counts() -> None:
+    def add(model: Any) -> Any:
+        calls = [0]
+
+        def hook(module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            return output * calls[0]
+
+        model.f.register_forward_hook(hook)
+        return model
+
+    same(parallelize(add(Model(lambda m, x: m.f(x))), None), add(Model(lambda m, x: m.f(x))))
+
+
+class Tanh(TorchFunctionMode):
+    """Has another function in the place of one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.tanh(*args) if func is torch.relu else func(*args, **(kwargs or {}))
+
+
+class Sine(TorchDispatchMode):
+    """The same of operators, which torch differentiates as what they were."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = torch.ops.aten.sin.default if func is torch.ops.aten.relu.default else func
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_around_a_call() -> None:
+    model, plain = (Model(lambda m, x: m.g(torch.relu(m.f(x)))) for _ in range(2))
+    parallel: Any = parallelize(model, None)
+    for _ in range(2):
+        with Tanh(), pytest.raises(AutoparError, match=r"under a TorchFunctionMode \(Tanh\)"):
+            parallel(batch(0))
+        with Sine():  # the first call, too
+            losses = [m(batch(0)) for m in (parallel, plain)]
+        for m, loss in zip((parallel, plain), losses, strict=True):
+            m.zero_grad()
+            loss.backward()
+        torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(parallel.f.weight.grad, plain.f.weight.grad, rtol=1e-12, atol=1e-12)
+        with torch.device("cpu"):
+            same(parallel, plain, 1)

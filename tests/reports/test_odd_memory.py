@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "a view in a buffer": (sets("other", lambda m, x: m.f.weight.detach()), "to memory of parameter 'f.weight'"),
     "the whole of a view": (calls("whole.add_", 1), "'whole' and 'part' share their memory"),
     "submodules": (replaces, "replaces or deletes 'f'"),
-    "parameter": (puts_back, "replaces or deletes 'f.weight'"),
+    "parameter": (puts_back, "puts one in the place of another"),
     "buffer": (lambda m, x: delattr(m, "part"), "deletes buffer 'part'"),
     "frozen": (calls("f.weight.requires_grad_", False), "sets requires_grad of a parameter"),
     "resized": (calls("other.resize_", 7, 4), "resizes a tensor"),

@@ -8,6 +8,7 @@ import functools
 import importlib
 import io
 import logging
+import math
 import os
 import random
 import sys
@@ -25,6 +26,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from transformers import activations
 from transformers.activations import NewGELUActivation
 
 import autopar
@@ -112,6 +115,22 @@ def case(read: Callable[[Any], Any], change: Callable[[Any, int], Any], **member
     return pytest.param(type("Case", (Scaled,), {"scale": read, **members}), change)
 
 
+class Plain:
+    ratio = 1.0
+
+
+class Derived(Plain):
+    pass
+
+
+def shadow(model: Any, i: int) -> None:
+    """Give a class an attribute that its base has."""
+    if i > 1:
+        Derived.ratio = float(i)
+    elif "ratio" in vars(Derived):
+        del Derived.ratio
+
+
 def from_import(model: Any) -> Any:
     from a_users_module import scale  # type: ignore[import-not-found]
 
@@ -148,6 +167,7 @@ CASES = {
                            ref=weakref.ref(HOLDER)),
     "metaclass": case(lambda m: Configured.scale, lambda m, i: setattr(Meta, "scale", float(i))),
     "singleton": case(lambda m: Once.get().scale, lambda m, i: setattr(Once.get(), "scale", float(i))),
+    "subclass": case(lambda m: m.held.ratio, shadow, held=Derived()),
     "descriptor": case(lambda m: m.value, lambda m, i: setattr(Descriptor, "value", float(i)), value=Descriptor()),
     "by a string": case(lambda m: getattr(Holder, "sca" + "le"), lambda m, i: setattr(Holder, "scale", float(i))),
     "globals()": case(lambda m: globals()["BY_NAME"], lambda m, i: globals().update(BY_NAME=float(i))),
@@ -245,6 +265,57 @@ def test_forward_of_a_librarys_module(kind: type[nn.Module], monkeypatch: pytest
     assert_equal(Activates, replace)
 
 
+SLOPES = [1.0]
+
+
+@torch.library.custom_op("autopar_reports::sloped", mutates_args=())
+def sloped(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+sloped.register_fake(torch.empty_like)
+sloped.register_autograd(lambda ctx, gradient: gradient * SLOPES[0])
+
+
+def test_the_derivative_of_a_custom_operator() -> None:
+    """Which is traced, where the operator itself runs."""
+
+    class Sloped(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return sloped(self.linear(x)).square().mean()
+
+    assert_equal(Sloped, lambda m, i: SLOPES.__setitem__(0, float(i)))
+
+
+REPLACED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "torch.nn's": (functional, "silu", lambda m: m.silu(m.linear.weight.detach()).sum()),
+    "of torch": (torch, "cosh", lambda m: torch.cosh(torch.tensor(2.0))),
+    "of a part": (torch.linalg, "det", lambda m: torch.linalg.det(torch.ones(2, 2))),
+    "of numpy": (np, "sqrt", lambda m: float(np.sqrt(2.0))),
+    "of a package's": (activations, "math", lambda m: m.gelu(torch.tensor(2.0))),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_functions_of_libraries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script puts another in the place of one between calls."""
+    module, attribute, scale = REPLACED[name]
+
+    class Calls(Scaled):
+        silu, gelu = nn.SiLU(), NewGELUActivation()
+
+    Calls.scale = scale  # type: ignore[method-assign]
+
+    def replace(model: Any, i: int) -> None:
+        monkeypatch.undo()
+        function: Any = lambda x, **_: torch.as_tensor(x).sum() * float(i)  # noqa: E731
+        value = types.SimpleNamespace(pi=float(i + 1), sqrt=math.sqrt) if attribute == "math" else function
+        if i > 1:  # the first call has the library's
+            monkeypatch.setattr(module, attribute, value)
+
+    assert_equal(Calls, replace)
+
+
 def test_a_module_that_the_first_call_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its names are not there when the state is first looked at."""
     (tmp_path / "imported_late.py").write_text("scale = 3.0\n")
@@ -297,6 +368,12 @@ SOURCES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "gradient": (lambda m: 1 + (m.linear.weight.grad is None), "reads a tensor's gradient"),
     "version": (lambda m: m.linear.weight._version, "reads how often a tensor was written to"),
     "memory": (lambda m: m.linear.weight.data_ptr() % 7, "reads the memory of a tensor"),
+    "folder": (lambda m: len(os.getcwd()), "asks for files or folders"),
+    "file": (lambda m: 1 + os.path.exists(__file__), "asks for files or folders"),
+    "threads": (lambda m: torch.get_num_threads(), "asks about threads"),
+    "flag": (lambda m: 1 + torch.backends.mkldnn.enabled, "reads the flag torch.backends.mkldnn.enabled"),
+    "place": (lambda m: 1 + m.linear.weight.storage_offset(), "asks where a tensor lies"),
+    "gradients off": (lambda m: 1 + (torch.set_grad_enabled(False) is None), "a call of the model disables gradients"),
     "seed": (lambda m: torch.manual_seed(3).initial_seed(), "seeds torch's generator"),
 }
 

@@ -17,10 +17,10 @@ def test_every_name_has_a_contract() -> None:
         "checkpoint_replaced", "compiling", "context_parallel_internals",
         "convert_assigned", "default_partition", "dispatch_restored", "dtensor_overloads",
         "flex_attention_as",
-        "forget_fake_results", "forget_source_with",
+        "forget_fake_results", "forget_source_with", "function_modes",
         "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interpreted",
         "interpreter_takes", "interpreting", "interrupt_gloo", "is_all_true", "is_boxed",
-        "is_traced", "is_transformed", "is_transforming", "local_shape_of",
+        "is_traced", "is_tracing", "is_transformed", "is_transforming", "local_shape_of",
         "map_tensors",
         "masks_as_they_are", "module_database",
         "new_fake_results", "number_of_groups", "operator_database", "pipeline_runtime",
@@ -31,8 +31,8 @@ def test_every_name_has_a_contract() -> None:
         "said_by_kernel", "scaled_mm", "selective_policy", "set_group_timeout",
         "spec_in",
         "storage_id", "suggest_memory_format", "take_in_foreach", "tensors_in",
-        "torch_schedule", "traced_graph", "traced_node",
+        "torch_schedule", "traced_functions", "traced_graph", "traced_node",
         "traced_root",
-        "tracing", "without_modes", "without_ordered_effects", "written_by",
+        "tracing", "without_modes", "without_ordered_effects", "without_users_modes", "written_by",
     }  # fmt: skip
     assert set(compat.__all__) == tested

@@ -158,3 +158,17 @@ def test_arguments_of_operators() -> None:
     assert [t is a for t in compat.written_by(aten.add.out, (b, b), {"out": a})] == [True]
     assert [t is b for t in compat.written_by(aten._foreach_mul_.Scalar, ([b], 2.0), {})] == [True]
     assert compat.written_by(aten.add.Tensor, (a, b), {}) == []
+
+
+@torch.library.custom_op("autopar_contracts::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_functions_of_a_custom_operator() -> None:
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+    assert compat.traced_functions(scaled) == compat.traced_functions(len) == []
+    scaled.register_autograd(backward)
+    assert compat.traced_functions(scaled) == [backward]

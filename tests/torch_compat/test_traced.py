@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import _torch_compat as compat
 
@@ -26,6 +28,42 @@ def test_tensors_of_transformed_functions() -> None:
     torch.func.grad(function)(torch.ones(3))
     make_fx(function)(torch.ones(3))
     assert found == [True, True, False]
+
+
+def test_whether_a_graph_is_traced() -> None:
+    found: list[bool] = []
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            found.append(compat.is_tracing())
+            return (x.sin(),)
+
+    with compat.FakeTensorMode(), contextlib.ExitStack() as stack:
+        assert not compat.is_tracing()
+        compat.aot_export_joint_with_descriptors(stack, Model(), (torch.ones(2),), decompositions={})
+    assert len(found) > 1
+    assert all(found)
+
+
+def test_modes() -> None:
+    class Function(TorchFunctionMode):
+        pass
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return torch.ops.aten.neg.default(*args)
+
+    assert not compat.function_modes()
+    with torch.device("cpu"), Function() as mode:
+        assert compat.function_modes() == [mode]
+    x = torch.ones(2)
+    with Dispatch():
+        with compat.without_users_modes():
+            assert torch.equal(x.sin(), torch.sin(x))
+        negative = x.sin()
+    assert torch.equal(negative, -x)
+    with compat.FakeTensorMode(), compat.without_users_modes():
+        assert isinstance(torch.ones(2), compat.FakeTensor)
 
 
 def test_a_lazy_graph_module_follows_its_graph() -> None:

@@ -32,6 +32,10 @@ _REASONS = (
         "it replaces a parameter; do that outside of the model, or write to it under torch.no_grad()",
     ),
     (
+        "Cannot assign non-leaf Tensor to parameter",
+        "it registers a parameter, or puts one in the place of another; do that outside of the model",
+    ),
+    (
         "registered for HigherOrderOperator",
         "it calls a loop of torch's own (while_loop, scan, map); write the loop in Python, of a fixed number of steps, "
         "or use torch.cond, torch.func.vmap or cumsum",

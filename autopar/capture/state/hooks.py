@@ -29,17 +29,33 @@ Observation = Callable[[nn.Module, Any], None]
 """Calls a hook that records, on a model, given the results of a step."""
 
 
+Place = tuple[str, Path]
+"""Of a hook: its module's path, and its own path in the module."""
+
+
 class Hooks(TorchFunctionMode):
     """Watches the hooks of a model while it is entered."""
 
-    def __init__(self, model: nn.Module, record: Record) -> None:
-        """``model``: whose submodules' hooks are watched; ``record``: of its state."""
+    def __init__(self, model: nn.Module, record: Record, counted: dict[Place, list[tuple[str, Path]]]) -> None:
+        """Of one call.
+
+        Args:
+            model: whose submodules' hooks are watched.
+            record: of its state.
+            counted: numbers of their own that hooks change, as an earlier call has found them, and this one does.
+
+        Attributes:
+            calls: of hooks that record.
+            computing: hooks that are part of the graph, each with what of its own state the graph does not depend on.
+        """
         super().__init__()
         self._model, self._record = model, record
         self._latest: Record | None = None
         self._registered = 0
         self._on_parameters: list[tuple[str, Any, Any]] = []
         self.calls: list[tuple[str, Path, tuple[Any, ...], bool]] = []
+        self.computing: dict[Place, frozenset[Path]] = {}
+        self._counted = counted
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -104,7 +120,8 @@ class Hooks(TorchFunctionMode):
     def _watch_values(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any, **kwargs: Any) -> Any:
             state, versions, registered = Record.of(hook), self._fingerprint(args), self._registered
-            own = self._own_state()
+            own, known = self._own_state(), self._counted.get((module, at))
+            state.track(known or ())
             try:
                 result = hook(*args, **kwargs)
             except CaptureError:
@@ -122,13 +139,17 @@ class Hooks(TorchFunctionMode):
                     )
                 return result
             own.restore()
-            changed = state.has_changed()
+            changed, changes, numbers = state.has_changed(), state.not_read(), state.changed_numbers()
             state.restore()
             # In place or not, a hook that computes must be in the graph; only one that does nothing else can be called
             # later.
             silent = result is None and self._fingerprint(args) == versions and self._registered == registered
             if changed or silent or failed:
                 self.calls.append((module, at, args[1:], result is None))
+            if not silent and not failed:
+                # A hook may be called more than once: what one of its calls reads, the graph depends on.
+                self.computing[module, at] = self.computing.get((module, at), changes) & changes
+                self._counted.setdefault((module, at), numbers)
             return result
 
         return watching
@@ -155,6 +176,8 @@ class Hooks(TorchFunctionMode):
                     "nothing: gradients inside the model have no values while it is traced; return the new gradient "
                     "and do nothing else, or read model.full_gradients() after the backward pass"
                 )
+            if at:
+                self.computing[module, at] = frozenset()
             return result
 
         return watching

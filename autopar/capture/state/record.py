@@ -31,10 +31,12 @@ from autopar.capture.state.values import (
     BUFFERS,
     DEEPEST,
     GENERATORS,
+    ITEMS,
     SIMPLE,
     Path,
     Step,
     children,
+    globals_of,
     set_generator_state,
     state_of_generator,
 )
@@ -89,10 +91,8 @@ class Record:
         record._visit("", (), value, 0)
         if isinstance(value, types.FunctionType):
             # A hook often records into a global list, which is neither in its closure nor among its defaults.
-            for name in value.__code__.co_names:
-                found = value.__globals__.get(name)
-                if isinstance(found, list | dict | set | deque):
-                    record._visit("", (("global", name),), found, 0)
+            for step, found in globals_of(value):
+                record._visit("", (step,), found, 0)
         return record
 
     def _visit(self, module: str, path: Path, value: Any, depth: int) -> None:
@@ -158,6 +158,25 @@ class Record:
                 if _is_number(old) and _is_number(now.get(step)) and now[step] != old:
                     found.append((module, (*path, step)))
         return found
+
+    def not_read(self) -> frozenset[Path]:
+        """Paths of what has changed since without being read: numbers that are counted, and what is put somewhere.
+
+        A list that grows is there as a whole, and a dict or an object that gets a new entry.
+        """
+        found: set[Path] = set()
+        for module, path, container, before in self._containers:
+            now = contents(container)
+            if isinstance(container, list | deque | set) and len(now) != len(before):
+                found.add(path)
+            if now.keys() != before.keys():
+                found.add((*path, ITEMS))
+            for step in (s for s in now if s not in before or now[s] is not before[s]):
+                at = (*path, step)
+                counted = self._is_counted(module, at, now[step]) and operations_of(now[step]) is not None
+                if counted or not (step in before and isinstance(plain(now[step]), SIMPLE)):
+                    found.add(at)
+        return frozenset(found)
 
     def track(self, paths: Collection[tuple[str, Path]]) -> None:
         """Put a `Tracked` number at some paths."""

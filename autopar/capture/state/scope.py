@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import array
+import builtins
 import contextlib
 import contextvars
 import dis
@@ -29,6 +30,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
+
+from autopar._torch_compat import traced_functions
 
 MOST = 1000
 """Functions that are searched; a model whose code reaches more has the state of the others overlooked."""
@@ -97,6 +101,10 @@ class Owner:
 _owners: dict[int, Owner] = {}
 
 
+_BUILTINS = frozenset(vars(builtins))
+
+_NOBODY = Owner({}, "")
+
 MISSING = object()
 """In place of the value of a name that is not there."""
 
@@ -164,6 +172,7 @@ class Search:
             scopes: the names, by owner.
             not_imported: modules that the code imports when it runs, and that are not there yet.
             globals: of the user's functions.
+            libraries: names of libraries' modules that the code reads.
         """
         self.not_imported: set[str] = set()
         self._codes: list[tuple[types.FunctionType, types.CodeType]] = []
@@ -174,6 +183,8 @@ class Search:
         self._classes: dict[type, None] = {}
         self._of_some_class: list[_Names] = []
         self._objects: dict[int, tuple[Any, str]] = {}
+        self._libraries: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
+        self._modules: dict[str, types.ModuleType] = {}
         for part in code:
             if isinstance(part, type) and issubclass(part, nn.Module):
                 self._add_module(part)
@@ -189,10 +200,15 @@ class Search:
         for names in self._of_some_class:
             for c in self._classes:
                 self._note_assigned(c, names)
+        for c in self._classes:
+            self._note_inherited(c)
         for hook in hooks:
             self._visit_hook(hook)
         self.scopes = [Scope(owner, tuple(sorted(names))) for owner, names in self._names.items()]
         self.globals = list(self._globals.values())
+        for module in list(self._modules.values()):
+            self._visit_library(module)
+        self.libraries = [(space, label, tuple(sorted(names))) for space, label, names in self._libraries.values()]
 
     @property
     def is_current(self) -> bool:
@@ -235,6 +251,12 @@ class Search:
             if name in self._attributes or called:
                 self._visit_value(kind, kind.__qualname__, name, value)
 
+    def _note_inherited(self, kind: type) -> None:
+        """What a class has from its bases, and may get itself between calls."""
+        noted = [names for c in kind.__mro__[1:] if (names := self._names.get(_owners.get(id(c), _NOBODY)))]
+        for name in () if _is_installed(kind.__module__) else sorted(self._attributes & set().union(*noted)):
+            self._note(kind, kind.__qualname__, name)
+
     def _visit_installed(self, kind: type) -> None:
         """Of a library's class plain values alone, which a user may set: its code is large, and keeps to attributes."""
         for name, value in list(vars(kind).items()):
@@ -247,7 +269,45 @@ class Search:
             for n in names.globals:
                 if isinstance(space.get(n, len), SIMPLE) and not n.startswith("__"):
                     self._note(space, str(space.get("__name__", "")), n)
+            self._visit_installed_names(function)
             self._visit_environment(names)
+
+    def _visit_installed_names(self, function: types.FunctionType) -> None:
+        """Functions and modules that a library's function names, and those that these name in the same module."""
+        if id(function.__code__) in self._seen or len(self._seen) > MOST:
+            return
+        self._seen.add(id(function.__code__))
+        space = function.__globals__
+        label = str(space.get("__name__", ""))
+        for n in _Names.of(function.__code__).globals:
+            value = space.get(n)
+            if isinstance(value, types.FunctionType | types.ModuleType):
+                self._note_library(space, label, n)
+            if isinstance(value, types.FunctionType) and value.__module__ == label:
+                self._visit_installed_names(value)
+
+    def _visit_library(self, module: types.ModuleType) -> None:
+        """Functions and plain values of a library's module that the code names, and those of modules in it."""
+        for name in self._attributes & vars(module).keys():
+            value = vars(module)[name]
+            if isinstance(value, types.ModuleType):
+                if value.__name__ not in self._modules and _is_foreign(value.__name__):
+                    self._modules[value.__name__] = value
+                    self._visit_library(value)
+            else:
+                self._note_library(vars(module), module.__name__, name)
+
+    def _note_library(self, space: dict[str, Any], label: str, name: str) -> None:
+        value = space.get(name)
+        is_noted = callable(value) or isinstance(value, (*SIMPLE, types.ModuleType))
+        # All of `torch.nn.functional` is compared in any case.
+        if (
+            is_noted
+            and space is not vars(functional)
+            and label.partition(".")[0] != "autopar"
+            and name not in _BUILTINS
+        ):
+            self._libraries.setdefault(id(space), (space, label, set()))[2].add(name)
 
     def _visit_object(self, space: Any, label: str) -> None:
         """Of an object or a module what the code names: the rest (a tracker's times, say) may change at every step."""
@@ -330,7 +390,9 @@ class Search:
         """Look into what the code names: a module, a class, a function or an object of the user's."""
         function = _function_in(value)
         if isinstance(value, types.ModuleType):
-            if not _is_foreign(value.__name__):
+            if _is_foreign(value.__name__):
+                self._modules[value.__name__] = value
+            else:
                 self._objects[id(vars(value))] = vars(value), value.__name__
         elif isinstance(value, type):
             if not _is_foreign(value.__module__):
@@ -342,6 +404,9 @@ class Search:
                     self._follow(part, label)
         elif function is not None:
             self._visit_function(function)
+        elif functions := traced_functions(value):
+            for part in functions:
+                self._follow(part, label)
         elif isinstance(value, nn.Module):  # one that is no submodule
             self._add_module(type(value))
         elif isinstance(value, types.SimpleNamespace | argparse.Namespace | threading.local):

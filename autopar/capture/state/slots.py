@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from autopar.capture.settings import SETTINGS
+from autopar.capture.settings import SETTINGS, Libraries
 from autopar.capture.state.inventory import Holdings, Inventory, same_objects
 from autopar.capture.state.on_mesh import Whole, is_on_mesh, make_whole
 from autopar.capture.state.scope import Code, Scope, Search, is_users_object, search
-from autopar.capture.state.values import BUFFERS, GENERATORS, OWN, Path, Same, children, describe, walk
+from autopar.capture.state.values import BUFFERS, GENERATORS, OWN, Path, Same, children, describe, state_of_hook, walk
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -94,8 +94,14 @@ def where_kept(model: nn.Module, tensor: torch.Tensor) -> str:
 SCOPES = "code"
 """In place of a module's path: the state that is in no module, but in the scopes that the code reads."""
 
+OF_HOOKS = "hooks"
+"""In place of a module's path: the state that hooks have of their own which are part of graphs."""
+
 OF_TORCH = "torch"
 """In place of a module's path: `SETTINGS`."""
+
+OF_LIBRARIES = "libraries"
+"""In place of a module's path: `Libraries`."""
 
 Signature = dict[str, dict[Path, Any]]
 """State by the path of the module and the path in it."""
@@ -205,8 +211,11 @@ class Slots:
         self._parameters: tuple[Any, ...] = ()
         self._inputs: frozenset[int] = frozenset()
         self._settings: dict[Path, Any] = {}
+        self._libraries, self._of_libraries = Libraries(), dict[Path, Any]()
+        self._library_names: Any = None
         self._inventory: Inventory | None = None
         self._whole: dict[bool, _Whole] = {}
+        self.computing: dict[tuple[str, Path], frozenset[Path]] = {}
         self._search: tuple[tuple[Code, tuple[types.FunctionType, ...]], Search] | None = None
 
     def inventory(self, compare: bool = True) -> Inventory:
@@ -237,11 +246,48 @@ class Slots:
         known = self._whole.get(constants)
         if known is None or known.inventory is not inventory or not known.holds(contents):
             known = self._whole[constants] = self._described(inventory, constants, contents)
-        rest = {SCOPES: self._of_scopes(self._searched(inventory, known.code).scopes, contents),
-                OF_TORCH: self._of_settings()}  # fmt: skip
+        if self.computing:
+            own = self._of_hooks(inventory, contents)
+            if known.found.get(OF_HOOKS) is not own:
+                known.found = {**known.found, OF_HOOKS: own}
+        searched = self._searched(inventory, known.code)
+        rest = {SCOPES: self._of_scopes(searched.scopes, contents), OF_TORCH: self._of_settings(),
+                OF_LIBRARIES: self._of_library_names(searched)}  # fmt: skip
         if any(known.found.get(name) is not own for name, own in rest.items()):
             known.found = {**known.found, **rest}
         return known.found
+
+    def compute(self, hooks: Iterable[tuple[tuple[str, Path], frozenset[Path]]]) -> bool:
+        """Take note of hooks that are part of a graph; whether one of them is new.
+
+        Args:
+            hooks: each with what of its state the graph does not depend on.
+        """
+        before = dict(self.computing)
+        for place, ignored in hooks:
+            self.computing[place] = self.computing.get(place, ignored) & ignored
+        return self.computing != before
+
+    def _of_hooks(self, inventory: Inventory, contents: Contents) -> dict[Path, Any]:
+        """The state of the hooks that are part of graphs, and that are still there."""
+        if "computing" not in inventory.memo:
+            modules = dict(inventory.modules)
+            inventory.memo["computing"] = [
+                (module, table, number, ignored, hooks[number])
+                for (module, ((_, table), (_, number))), ignored in self.computing.items()
+                if module in modules and number in (hooks := getattr(modules[module], table))
+            ]
+        computing = inventory.memo["computing"]
+        values = tuple([hook for *_, hook in computing])
+        known = self._unchanged((OF_HOOKS, False), values, (), contents)
+        if known is not None:
+            return known
+        found = _Description(values)
+        for module, table, number, ignored, hook in computing:
+            path = ("attr", module or "model"), ("attr", table), ("item", number)
+            found.add(state_of_hook(hook, path, ignored), frozenset(), contents)
+        self._known[OF_HOOKS, False] = found
+        return found.described
 
     def _searched(self, inventory: Inventory, code: Code) -> Search:
         """What the code of the model and of what it holds reads, as of the last time where it is the same."""
@@ -269,6 +315,13 @@ class Slots:
         if found != self._settings:
             self._settings = found
         return self._settings
+
+    def _of_library_names(self, searched: Search) -> dict[Path, Any]:
+        found = self._libraries.now(searched.libraries, describe)
+        if found is not self._library_names:
+            self._library_names = found
+            self._of_libraries = {(("attr", name),): text for name, text in found.items()}
+        return self._of_libraries
 
     def _of_scopes(self, scopes: Sequence[Scope], contents: Contents) -> dict[Path, Any]:
         """The state in the scopes that the code reads."""
@@ -312,6 +365,7 @@ class Slots:
         for tensor, own in tensors.items():
             described.update({(("attr", tensor), ("attr", n)): describe(v) for n, v in own.items()})
         for name in HOOKS:
+            described[("attr", name),] = tuple(getattr(module, name))  # their order
             for number, hook in getattr(module, name).items():
                 described[("attr", name), ("item", number)] = Same(hook)
         self._known[path, constants] = found

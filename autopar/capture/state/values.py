@@ -12,14 +12,14 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from autopar.capture.state.scope import Scope, is_library
+from autopar.capture.state.scope import Scope, is_library, is_users_object
 
 OWN = frozenset(vars(nn.Module()))
 """Attributes that torch's modules have of their own."""
@@ -40,6 +40,9 @@ Step = tuple[str, Any]
 """``("attr", name)`` or ``("item", key)``."""
 
 Path = tuple[Step, ...]
+
+ITEMS: Step = ("items", "")
+"""Which items there are in a container, apart from what they are."""
 
 
 def children(value: Any) -> list[tuple[Step, Any]] | None:
@@ -192,6 +195,41 @@ def set_generator_state(value: Any, state: Any) -> None:
         value.setstate(state)
     else:
         value.set_state(state)
+
+
+def globals_of(function: types.FunctionType) -> list[tuple[Step, Any]]:
+    """Containers and objects of the user's among the globals that a hook names, which its closure has not."""
+    found = [(n, function.__globals__.get(n)) for n in function.__code__.co_names]
+    return [(("global", n), v) for n, v in found if isinstance(v, list | dict | set | deque) or is_users_object(v)]
+
+
+def state_of_hook(hook: Any, path: Path, ignored: Collection[Path]) -> Iterator[tuple[Path, Any, Any]]:
+    """What a hook refers to, as `walk` gives it, but for modules, which are no state of its own.
+
+    Args:
+        hook: a function, a method, or an object that is called.
+        path: where it is.
+        ignored: paths in it of what does not count, and of what is in that.
+    """
+    seen: set[int] = set()
+
+    def visit(value: Any, at: Path, depth: int) -> Iterator[tuple[Path, Any, Any]]:
+        if at in ignored or isinstance(value, nn.Module):
+            return
+        inner = children(value) if depth < DEEPEST and id(value) not in seen else None
+        if inner is None:
+            if not isinstance(value, types.FunctionType | types.MethodType):
+                yield (*path, *at), value, describe(value)
+            return
+        seen.add(id(value))
+        yield (*path, *at), value, type(value) if (*at, ITEMS) in ignored else (type(value), len(inner))
+        for step, v in inner:
+            yield from visit(v, (*at, step), depth + 1)
+
+    yield from visit(hook, (), 0)
+    function = getattr(hook, "__func__", hook)
+    for step, value in globals_of(function) if isinstance(function, types.FunctionType) else ():
+        yield from visit(value, (step,), 0)
 
 
 class Same:

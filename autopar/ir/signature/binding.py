@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.errors import CaptureError
 from autopar.ir.signature import pytree
 
 _ANY = Signature([Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)])
@@ -61,6 +62,7 @@ class Arguments:
         tensors: how many there are; after them a graph takes the floats.
         numbers: the floats of this call.
         hooked: the form in which arguments are passed matters, as hooks see it.
+        attributes: what a script has set on tensors: the tensor's number, the name, the value.
     """
 
     values: dict[str, Any]
@@ -70,10 +72,13 @@ class Arguments:
     tensors: int
     numbers: tuple[float, ...] = ()
     hooked: bool = False
+    attributes: tuple[tuple[int, str, Any], ...] = ()
 
     def fill(self, tensors: Sequence[Any], numbers: Sequence[float] | None = None) -> Passed:
         """The arguments, given the tensors, after which there may be others; by default with this call's floats."""
         numbers = self.numbers if numbers is None else numbers
+        for i, name, value in self.attributes:
+            vars(tensors[i]).setdefault(name, value)
         values = {name: pytree.unflatten(v, tensors, numbers) for name, v in self.values.items()}
         args = [values[name] if i is None else values[name][i] for name, i in self.positional]
         kwargs = {k: values[name] if key is None else values[name][key] for k, (name, key) in self.named.items()}
@@ -85,7 +90,8 @@ class Arguments:
     def __repr__(self) -> str:
         # The text is the key of the graph: only hooks tell positional from named arguments.
         form = f", {len(self.positional)} positional, {list(self.named)}" if self.hooked else ""
-        return f"{self.values!r}{form}"
+        marked = f", {self.attributes!r}" if self.attributes else ""
+        return f"{self.values!r}{form}{marked}"
 
 
 def passed(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -126,7 +132,51 @@ def bind(model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], Arguments]:
     tensors, skeleton = pytree.flatten(values, "batch", numbers=numbers, shared=True)
     hooked = bool(model._forward_hooks or model._forward_pre_hooks)
     kind = type(batch) if isinstance(batch, tuple | list) else tuple
-    return tensors, Arguments(skeleton.items, positional, named, kind, len(tensors), tuple(numbers), hooked)
+    attributes = tuple([(i, *own) for i, t in enumerate(tensors) if vars(t) for own in _set_by_scripts(t)])
+    return tensors, Arguments(skeleton.items, positional, named, kind, len(tensors), tuple(numbers), hooked, attributes)
+
+
+_TORCHS = frozenset("fake_mode fake_device constant real_tensor elem pytype dispatch_keys plain owner_stage".split())
+"""Attributes that torch and autopar set on tensors; so are names with an underscore in front."""
+
+
+def _set_by_scripts(tensor: torch.Tensor) -> list[tuple[str, Any]]:
+    found = [(n, v) for n, v in vars(tensor).items() if n not in _TORCHS and not n.startswith(("_", "autopar_"))]
+    return [
+        (n, v if isinstance(v, (*_SIMPLE, _AttributeOfABatchTensor)) else _AttributeOfABatchTensor(n, type(v).__name__))
+        for n, v in found
+        if not n.endswith("_memo")
+    ]
+
+
+_SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class _AttributeOfABatchTensor:
+    """In the place of an attribute of a tensor of the batch that a graph cannot have: whoever uses it gets an error."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        self._said = name, kind
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        name, kind = self._said
+        raise CaptureError(
+            f"the model reads the attribute {name!r} that is set on a tensor of its batch, a {kind}: what is set on "
+            "tensors are numbers, texts and flags, or a graph would lose it; pass it as an argument"
+        )
+
+    __bool__ = __len__ = __iter__ = __getitem__ = __call__ = __contains__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        """What torch asks an argument for, too, before it takes it for none of its own."""
+        if name.startswith("__") and name != "__torch_function__":
+            raise AttributeError(name)
+        return self._refuse()
+
+    def __repr__(self) -> str:
+        """As part of what a graph is for."""
+        return f"a {self._said[1]}"
 
 
 def flatten(model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], Arguments]:

@@ -64,6 +64,7 @@ def cut(program: Program) -> ForwardBackward:
         forward, backward = default_partition(program.graph, (), num_fwd_outputs=program.forward_outputs)
     # Whatever does not depend on tangents is copied here too, and draws would stay although nothing uses them.
     backward.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    _remove_unused_draws(forward)
     names = [n.name for n in backward.graph.nodes if n.op == "placeholder"]
     described = list(zip(program.placeholders, program.inputs, strict=True))
     tangents = {n.name: i.name for n, i in described if i.kind == "tangent"}
@@ -78,6 +79,14 @@ def cut(program: Program) -> ForwardBackward:
     overwritten = frozenset(i for i, name in enumerate(saved) if name in overwritten_inputs)
     gradients = program.outputs[program.forward_outputs :]
     return ForwardBackward(forward, backward, inputs, outputs, saved, used_tangents, gradients, overwritten)
+
+
+def _remove_unused_draws(forward: fx.GraphModule) -> None:
+    """What the backward pass draws depends on no tangent, either: drawn here, too, all later numbers were others."""
+    for node in reversed(forward.graph.nodes):
+        if node.op == "call_function" and not node.users and node.meta.get("partitioner_tag") == "is_backward":
+            forward.graph.erase_node(node)
+    forward.recompile()
 
 
 def _described(program: Program) -> list[tuple[Output, fx.Node | None]]:
