@@ -15,6 +15,7 @@ After (of one block)::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,11 @@ _library.define(f"attention_block({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
 _library.define(
     f"attention_block_backward(Tensor grad, {_TENSORS}, Tensor out, Tensor logsumexp, {_NUMBERS}, bool bias_gradient) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+_library.define(
+    "attention_block_log(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? kept, Tensor shift, "
+    "Tensor logsumexp, int keys, bool bias_gradient) -> Tensor"
 )
 
 attention_block = torch.ops.autopar.attention_block.default
@@ -56,6 +62,24 @@ Returns:
 attention_block_backward = torch.ops.autopar.attention_block_backward.default
 """Gradients of query, key, value and bias, from the result and the logarithm for all keys; that of the bias is empty
 where it is not asked for."""
+
+attention_block_log = torch.ops.autopar.attention_block_log.default
+"""The logarithm for all keys less the shift, from that of `autopar.ir.ops.attention.attention`.
+
+Args:
+    query: as of a block.
+    key: as of a block.
+    value: as of a block.
+    bias: what is added for all keys.
+    kept: as of a block.
+    shift: as of a block.
+    logsumexp: the logarithm.
+    keys: how many there are in all.
+    bias_gradient: that of the bias is asked for.
+"""
+
+LOST = 8
+"""Scores are lost in numbers whose digits are this far apart."""
 
 LARGEST = 2**25
 """Scores that are computed at a time."""
@@ -126,6 +150,28 @@ def backward(
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype), of_bias
 
 
+def _log(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, shift: Tensor,
+    logsumexp: Tensor, keys: int, bias_gradient: bool,
+) -> Tensor:  # fmt: skip
+    log = logsumexp - shift.squeeze(-1)
+    if bias is not None:
+        some = bias[..., : key.shape[2]]
+        name, _ = kernels.choose(query, key, value, some, 0.0, False)
+        # Kernels compute gradients from the sum as it is in large numbers, which is lost in them; the formula does not.
+        if kept is not None or name == kernels.MATH or (name == kernels.CPU and bias_gradient):
+            total = torch.logsumexp(bias.to(shift.dtype) - shift, -1)
+            total = total if bias.shape[-1] > 1 else total + math.log(keys)
+            lost = shift.abs() >= LOST / torch.finfo(shift.dtype).eps
+            log = torch.where(lost.squeeze(-1), total, log)
+    # Kernels give minus infinity, too, where nothing is seen.
+    return log.clamp_min(kernels.NOTHING)
+
+
+def _fake_log(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(rest[3], memory_format=torch.contiguous_format)
+
+
 def fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Shapes of the results."""
     shape = query.shape[:3]
@@ -144,6 +190,7 @@ def fake_backward(
 for _name, _kernel, _shapes in (
     ("attention_block", forward, fake),
     ("attention_block_backward", backward, fake_backward),
+    ("attention_block_log", _log, _fake_log),
 ):
     _library.impl(_name, _kernel, "CPU")
     _library.impl(_name, _kernel, "CUDA")

@@ -23,13 +23,10 @@ import torch
 
 from autopar.ir.ops.attention_kernels import NOTHING, wide_dtype
 from autopar.ir.ops.balanced_attention import shape_of, value_of
-from autopar.ir.ops.formula.attention_block import attention_block, attention_block_backward
+from autopar.ir.ops.formula.attention_block import attention_block, attention_block_backward, attention_block_log
 from autopar.ir.ops.sequence.masked_parts import joined
 
 aten = torch.ops.aten
-
-LOST = 8
-"""Scores are lost in numbers whose digits are this far apart."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,10 @@ def gradients(
     work = _Work(context, query, key, rows)
     dtype, wide = value_of(query).dtype, value_of(logsumexp).dtype
     shift = work.shift()
-    log = logsumexp if rows.shifted else work.shifted(logsumexp, shift)
+    log = logsumexp
+    if not rows.shifted:
+        of_all = context.parts * work.size
+        log = attention_block_log(query, key, value, work.bias, rows.kept, shift, logsumexp, of_all, wanted)
     of_query, arrive, of_bias = None, None, list[Any]()
     for step, keys in work.ring(aten.cat.default([key, value], 3)):
         tensors = (query, *work.apart(keys), *work.columns(step), shift, out, log)
@@ -155,20 +155,6 @@ class _Work:
             return self.no_shift()
         largest = _to(aten.amax.default(self.bias, [-1], True), wide_dtype(value_of(self.query)))
         return aten.masked_fill.Scalar(largest, aten.eq.Scalar(largest, -math.inf), 0.0)
-
-    def shifted(self, logsumexp: Any, shift: Any) -> Any:
-        """The logarithm of a kernel, less the shift."""
-        if self.bias is None:
-            return aten.clamp_min.default(logsumexp, NOTHING)
-        log = aten.sub.Tensor(logsumexp, aten.squeeze.dim(shift, -1))
-        # In large numbers scores are lost, and so is the sum in theirs: it is that of the bias.
-        total = aten.logsumexp.default(aten.sub.Tensor(_to(self.bias, value_of(shift).dtype), shift), [-1])
-        if not self.has_keys:
-            total = aten.add.Scalar(total, math.log(self.context.parts * self.size))
-        lost = aten.ge.Scalar(aten.abs.default(shift), LOST / torch.finfo(value_of(shift).dtype).eps)
-        log = aten.where.self(aten.squeeze.dim(lost, -1), total, log)
-        # Kernels give minus infinity, too, where nothing is seen.
-        return aten.clamp_min.default(log, NOTHING)
 
     def gradient(self, terms: list[Any]) -> Any:
         """The gradient of this device's part of the bias, from those of the columns of each step."""
