@@ -116,7 +116,8 @@ def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:
 def _joint_strategy(operator: Operator, letters: str) -> Strategy | None:
     """The strategy that splits several letters at once, each by its first factor; None if a tensor has two of them.
 
-    That is split along the first one if the lowering says so, see `autopar.rules.rule.Lowering`. What has none of them is a term of a sum, if one of them is summed over.
+    That is split along the first one if the lowering says so, see `autopar.rules.rule.Lowering`. What has none of them
+    is a term of a sum, if one of them is summed over.
     """
     # A letter of size 1 has no factors.
     if any(c not in operator.letters or not operator.letters[c].factors for c in letters):
