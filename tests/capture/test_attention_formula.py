@@ -83,7 +83,7 @@ def capped_and_dropped(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Te
 
 
 def hidden_by_numbers(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    mask = torch.where(causal(x).flip(0, 1).roll(1, 0).logical_and(causal(x)), 0.0, torch.finfo(x.dtype).min)
+    mask = torch.where(causal(x).flip(0, 1).roll(1, 0).logical_and(causal(x)), 0.0, torch.finfo(torch.float32).min)
     return (q @ k[:, :1].mT + mask).softmax(-1) @ v[:, :1]
 
 
