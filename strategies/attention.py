@@ -14,10 +14,12 @@ import torch
 
 from autopar.ir.ops import attention as ours
 from autopar.ir.ops import balanced_attention as in_blocks
+from autopar.ir.ops.formula import attention_block as in_blocks_of_keys
 from autopar.ir.ops.formula import attention_rows as by_rows
 from autopar.ir.ops.sequence import masked_attention as masked
 from autopar.ir.ops.sequence import masked_parts as in_parts
 from autopar.ir.ops.sequence import ring_attention as in_a_ring
+from autopar.ir.ops.sequence import ring_beside_rows as beside_rows
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Lowering, Rule, Spec, dims, rule
 
 aten = torch.ops.aten
@@ -164,22 +166,45 @@ def _masked(kernel: Any, bias: int, causal: int, balanced: Any) -> Lowering:
 
 def no_ring(queries: int, keys: int, bias: Any, kept: Any, causal: bool) -> str | None:
     """Why keys and values of a call cannot go round in a ring, whatever the mesh; None if they can."""
-    if kept is not None:
-        return "it has dropout"
-    if bias is not None:
-        return "it has a mask whose function is not known"
-    if causal and queries != keys:
+    if causal and queries != keys and bias is None and kept is None:
         return f"its mask is causal, of {queries} queries and {keys} keys"
     return None
 
 
 def _ring(
-    query: Spec, key: Spec, bias: Spec | None, kept: Spec | None, causal: bool, build: Any
+    query: Spec, key: Spec, bias: Spec | None, kept: Spec | None, causal: bool, build: Any, beside: Any
 ) -> dict[str, Lowering]:  # fmt: skip
-    """Queries, keys and values split together; under a causal mask in two blocks a device."""
+    """Queries, keys and values split together; under a causal mask in two blocks a device, but ``beside`` other rows.
+
+    Of a device with one key, or one query, no shape says which of these a bias has.
+    """
     if no_ring(query.shape[2], key.shape[2], bias, kept, causal) is not None:
         return {}
+    if bias is not None or kept is not None:
+        return {"qk": Lowering(beside, axes=1, least=2, first=True)}
     return {"qk": Lowering(build, multiple=2 if causal else 1, axes=1)}
+
+
+def _forward_beside_rows(context: Any, query: Any, key: Any, value: Any, *rest: Any) -> Any:
+    return beside_rows.attend(context, query, key, value, beside_rows.Rows(*rest))
+
+
+def _backward_beside_rows(context: Any, *args: Any) -> Any:
+    grad, query, key, value, bias, kept, out, logsumexp, *numbers, wanted = args
+    rows = beside_rows.Rows(bias, kept, *numbers)
+    return beside_rows.gradients(context, grad, query, key, value, out, logsumexp, rows, wanted)
+
+
+def _forward_of_rows(context: Any, *args: Any) -> Any:
+    query, key, value, bias, kept, dropout_p, *numbers = args
+    rows = beside_rows.Rows(bias, kept, dropout_p, False, *numbers, shifted=True)
+    return beside_rows.attend(context, query, key, value, rows)
+
+
+def _backward_of_rows(context: Any, *args: Any) -> Any:
+    grad, query, key, value, bias, kept, out, logsumexp, dropout_p, *numbers, wanted = args
+    rows = beside_rows.Rows(bias, kept, dropout_p, False, *numbers, shifted=True)
+    return beside_rows.gradients(context, grad, query, key, value, out, logsumexp, rows, wanted)
 
 
 def _forward_in_a_ring(context: Any, *args: Any) -> Any:
@@ -224,7 +249,7 @@ def attention(
         blocked=_blocked(0.0, is_causal and not told),
         lower={
             **({"q": _masked(ours.attention, 3, 6, _forward_in_blocks)} if told else {}),
-            **_ring(query, key, bias, kept, is_causal, _forward_in_a_ring),
+            **_ring(query, key, bias, kept, is_causal, _forward_in_a_ring, _forward_beside_rows),
         },
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 2.0, is_causal),
@@ -262,7 +287,7 @@ def attention_backward(
         linear=((0,),),
         lower={
             **({"q": _masked(ours.attention_backward, 4, 9, _backward_in_blocks)} if told else {}),
-            **_ring(query, key, bias, kept, is_causal, _backward_in_a_ring),
+            **_ring(query, key, bias, kept, is_causal, _backward_in_a_ring, _backward_beside_rows),
         },
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 5.0, is_causal),
@@ -345,7 +370,8 @@ def attention_masked_backward(
 def attention_rows(query: Spec, key: Spec, value: Spec, bias: Spec | None, kept: Spec | None, *_: Any) -> Rule:
     """Attention by its formula, some rows at a time."""
     found = attention(query, key, value, bias, kept, 0.0, False, None)
-    return replace(found, lower={}, between=_formula(query, key, query, FORWARD_PASSES), strides=ANY)
+    ring = {"qk": Lowering(_forward_of_rows, axes=1, least=2, first=True)}
+    return replace(found, lower=ring, between=_formula(query, key, query, FORWARD_PASSES), strides=ANY)
 
 
 @rule(by_rows.attention_rows_backward)
@@ -356,7 +382,43 @@ def attention_rows_backward(
     """Its gradients; of the bias, if it has one and it is wanted, the sum over what it is the same for."""
     tensors = (grad, query, key, value, bias, kept, out, logsumexp)
     found = attention_backward(*tensors, 0.0, False, None, rest[-1])
-    return replace(found, lower={}, between=_formula(query, key, query, BACKWARD_PASSES), strides=ANY)
+    ring = {"qk": Lowering(_backward_of_rows, axes=1, least=2, first=True)}
+    return replace(found, lower=ring, between=_formula(query, key, query, BACKWARD_PASSES), strides=ANY)
+
+
+@rule(in_blocks_of_keys.attention_block)
+def attention_block(
+    query: Spec, key: Spec, value: Spec, bias: Spec | None, kept: Spec | None, shift: Spec, *_: Any
+) -> Rule:  # fmt: skip
+    """Attention to some keys, which lowerings emit."""
+    tensors = [BHQD, BHKD, BHKE, *([] if bias is None else [_mask(bias)]), *_pairs(kept), _mask(shift)]
+    return Rule(
+        f"{','.join(tensors)}->{BHQE},b(hg)q",
+        blocked=_blocked(0.0, False),
+        sizes=_sizes(query, key),
+        flops=_flops(query, key, value, 2.0, False),
+        between=_formula(query, key, query, FORWARD_PASSES),
+        strides=ANY,
+    )
+
+
+@rule(in_blocks_of_keys.attention_block_backward)
+def attention_block_backward(
+    grad: Spec, query: Spec, key: Spec, value: Spec, bias: Spec | None, kept: Spec | None, shift: Spec, *rest: Any
+) -> Rule:  # fmt: skip
+    """Its gradients."""
+    masks = [] if bias is None else [_mask(bias)]
+    inputs = [BHQE, BHQD, BHKD, BHKE, *masks, *_pairs(kept), _mask(shift), BHQE, "b(hg)q"]
+    return Rule(
+        f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{masks[0] if masks and rest[-1] else '_'}",
+        blocked=_blocked(0.0, False),
+        reduce="bhgq",
+        linear=((0,),),
+        sizes=_sizes(query, key),
+        flops=_flops(query, key, value, 5.0, False),
+        between=_formula(query, key, query, BACKWARD_PASSES),
+        strides=ANY,
+    )
 
 
 @rule(ours.attention_drawing)

@@ -97,8 +97,9 @@ class Attention(TorchFunctionMode):
         found = self._formulas.dropout(func, args, kwargs)
         if found is None and not kwargs:
             found = self._of_formula(func, args)
+        written = None if found is not None else self._formulas.written(func, args)
         result = func(*args, **kwargs) if found is None else found
-        self._formulas.note(func, args, kwargs, result)
+        self._formulas.note(func, args, kwargs, result, written)
         return result
 
     def _of_formula(self, func: Any, args: Sequence[Any]) -> torch.Tensor | None:

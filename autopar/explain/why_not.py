@@ -14,7 +14,6 @@ from autopar.ir.graph import module_path, values_of
 from autopar.ir.layout import Layout, Split, TensorType
 from autopar.ir.module_outputs import module_outputs
 from autopar.ir.ops.attention import attention
-from autopar.ir.ops.formula.attention_rows import attention_rows
 from autopar.ir.ops.sequence.masked_attention import INFINITY, attention_masked
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -107,13 +106,11 @@ def _without_ring(program: Program, name: str, wanted: Mapping[str, str]) -> str
     split = {id(type_.dims[d][j]) for d, j in positions if (d, j) in type_.positions} if type_ else set()
     reasons: dict[str, str] = {}
     for node in program.sources:
-        if node.target not in (attention, attention_masked, attention_rows):
+        if node.target not in (attention, attention_masked):
             continue
         queries, keys = (dims.types[program.sources[node][i]] for i in (0, 1))
         if node.target is attention_masked:
             reason = None if node.args[14:] == (INFINITY,) else "what is added to its scores may be large numbers"
-        elif node.target is attention_rows:
-            reason = "no kernel computes its weights, of which dropout or a bias leaves whole rows"
         else:
             reason = no_ring(queries.shape[2], keys.shape[2], node.args[3], node.args[4], bool(node.args[6]))
         if reason is not None and any(id(f) in split for t in (queries, keys) for f in t.dims[2]):

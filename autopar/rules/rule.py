@@ -77,6 +77,8 @@ class Lowering:
         least: how many elements of the letter a device must have, such as what its neighbors need of them.
         multiple: of what number they must be a multiple.
         axes: over how many axes they may be split so at most; 0: any number.
+        first: of several letters a tensor that has more than one is split along the first of them, and has all of the
+            others; else there is no such strategy.
     """
 
     build: Callable[..., Any]
@@ -84,12 +86,13 @@ class Lowering:
     least: int = 1
     multiple: int = 1
     axes: int = 0
+    first: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what is no function."""
         require(
             build=(self.build, FUNCTION), together=(self.together, FLAG), least=(self.least, whole(1)),
-            multiple=(self.multiple, whole(1)), axes=(self.axes, whole(0)),
+            multiple=(self.multiple, whole(1)), axes=(self.axes, whole(0)), first=(self.first, FLAG),
         )  # fmt: skip
 
     def takes(self, size: int, axes: int) -> bool:

@@ -116,7 +116,8 @@ def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:
 def _joint_strategy(operator: Operator, letters: str) -> Strategy | None:
     """The strategy that splits several letters at once, each by its first factor; None if a tensor has two of them.
 
-    What has none of them is a term of a sum, if one of them is summed over.
+    That is split along the first one if the lowering says so, see `autopar.rules.rule.Lowering`. What has none of them
+    is a term of a sum, if one of them is summed over.
     """
     # A letter of size 1 has no factors.
     if any(c not in operator.letters or not operator.letters[c].factors for c in letters):
@@ -127,9 +128,9 @@ def _joint_strategy(operator: Operator, letters: str) -> Strategy | None:
     for c in letters:
         for placed, places in ((inputs, operator.letters[c].inputs), (outputs, operator.letters[c].outputs)):
             for i, d, start in places:
-                if placed[i] is not None:
+                if placed[i] is not None and not operator.rule.lower[letters].first:
                     return None
-                placed[i] = Split(d, start)
+                placed[i] = placed[i] or Split(d, start)
     outputs = [absent if o is None else o for o in outputs]
     if any(o is None for o in outputs):
         return None

@@ -83,13 +83,23 @@ def capped_and_dropped(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Te
 
 
 def hidden_by_numbers(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    mask = torch.where(causal(x).flip(0, 1).roll(1, 0).logical_and(causal(x)), 0.0, torch.finfo(x.dtype).min)
+    mask = torch.where(causal(x).flip(0, 1).roll(1, 0).logical_and(causal(x)), 0.0, torch.finfo(torch.float32).min)
     return (q @ k[:, :1].mT + mask).softmax(-1) @ v[:, :1]
+
+
+def in_place(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As MPNet has it."""
+    scores = torch.matmul(q, k[:, :1].transpose(-1, -2))
+    scores /= 2.0
+    scores += m.bias
+    scores.mul_(0.5).masked_fill_(~causal(x), torch.finfo(x.dtype).min)
+    return scores.softmax(-1) @ v[:, :1]
 
 
 FORMULAS: dict[str, Callable[..., Tensor]] = {
     "sinks": sinks, "distances": distances, "learned": learned, "dropped": dropped, "capped": capped,
     "cogview": of_cogview, "capped and dropped": capped_and_dropped, "hidden by numbers": hidden_by_numbers,
+    "in place": in_place,
 }  # fmt: skip
 
 
@@ -223,6 +233,26 @@ def written_to(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weights @ v[:, :1] + keys
 
 
+def view_written_to(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k[:, :1].mT
+    same = scores.view(ROWS, HEADS, TOKENS, TOKENS)
+    scores += m.bias
+    return same.softmax(-1) @ v[:, :1]
+
+
+def bias_written_to(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias, scores = m.bias * 2.0, q @ k[:, :1].mT
+    scores += bias
+    bias.mul_(3.0)
+    return scores.softmax(-1) @ v[:, :1] + bias.mean()
+
+
+def without_gradients(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        weights = (q @ k[:, :1].mT).softmax(-1)
+    return weights @ v[:, :1]
+
+
 def rounded(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return functional.softmax(q @ k[:, :1].mT, dim=-1, dtype=torch.bfloat16).to(x.dtype) @ v[:, :1]
 
@@ -256,10 +286,20 @@ def test_queries_that_see_no_key() -> None:
         assert SOFTMAX not in found and any("attention" in str(t) for t in found)
 
 
-@pytest.mark.parametrize("formula", [written_to, rounded, of_queries, capped_twice])
+OTHERS = (
+    written_to, view_written_to, bias_written_to, without_gradients, rounded, of_queries, capped_twice,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("formula", OTHERS)
 def test_other_formulas_stay(formula: Callable[..., Tensor]) -> None:
     found = targets(ByFormula(formula))
     assert SOFTMAX in found and attention not in found
+
+
+def test_other_formulas_are_what_they_are() -> None:
+    formulas = [f for f in OTHERS if f is not rounded]
+    assert verify(ByFormula(*formulas), batch(), {"a": 2}, plan="random").max_error < BOUND
 
 
 def test_weights_that_others_read_stay_beside_it() -> None:

@@ -337,6 +337,19 @@ def test_error_in_the_model_names_the_line() -> None:
         capture(Wrong(), (torch.randn(4, 8),))
 
 
+def test_error_where_a_model_thinks_it_is_compiled() -> None:
+    class Asking(Scalarless):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            if mask is None and not torch.compiler.is_compiling():
+                mask = torch.ones_like(x)
+            return self.linear(x * mask)
+
+    with pytest.raises(
+        CaptureError, match=r"Asking\.forward \(.*test_export\.py:\d+\) leaves out .*pass what it makes"
+    ):
+        capture(Asking(), (torch.randn(4, 8),))
+
+
 def test_a_random_operator_without_a_rule_says_what_to_do() -> None:
     class Binomial(Scalarless):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

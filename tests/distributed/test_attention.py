@@ -155,6 +155,55 @@ def test_keys_go_round(ranks: Ranks, causal: bool, roles: dict[str, str], sizes:
     assert min(found for _, found in results) >= sends  # more where the forward pass is recomputed
 
 
+def beside_rows(rank: int, name: str, search: dict[str, Any], sizes: tuple[int, ...]) -> tuple[float, int]:
+    """Two steps of attention beside a bias, or with dropout, and how often ranks send keys and their gradients."""
+    from autopar.ir.ops.sequence.send_block import send_block
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+    from autopar.strategies import attention as rules
+    from tests.strategies import test_ring_beside_rows as models
+
+    usual = rules._blocked
+    if "roles" in search:
+        rules._blocked = lambda *_: "bhgqkde"
+    model, plain = (models.build(name) for _ in range(2))
+    options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT, "search": Search(**search, cache=False)}
+    parallel: Any = parallelize(model, mesh_of(*sizes), models.batch(name), deterministic=True, **options)
+    found = []
+    for each in (plain, parallel):
+        torch.manual_seed(7)
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(**models.batch(name)).backward()
+            optimizer.step()
+    found = [parallel.full_gradients()[n] - p.grad for n, p in plain.named_parameters()]
+    found += [parallel.full_state_dict()[n] - p for n, p in plain.state_dict().items()]
+    graphs = (parallel.forward_graph, parallel.backward_graph)
+    rules._blocked = usual
+    return max(float(t.abs().max()) for t in found), sum(n.target is send_block for g in graphs for n in g.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("name", "search", "sizes", "sends"),
+    [
+        ("dropped", {"roles": {"a": "context"}}, (4,), 3 + 3 + 4),
+        ("both", {"recipe": "random", "seed": 0}, (2, 2), 1),
+        *(
+            pytest.param(name, {"recipe": "random", "seed": seed}, (4,), 0, marks=pytest.mark.deep)
+            for seed, name in enumerate(("learned", "of keys", "given", "causal"))
+        ),
+    ],
+)
+def test_keys_go_round_beside_rows(
+    ranks: Ranks, name: str, search: dict[str, Any], sizes: tuple[int, ...], sends: int
+) -> None:
+    """Biases, their gradients, and what dropout keeps, are those of one device."""
+    results = ranks.run(beside_rows, name, search, sizes)
+    assert max(worst for worst, _ in results) < TOLERANCE
+    assert min(found for _, found in results) >= sends
+
+
 def under_a_mask(rank: int, name: str, search: dict[str, Any], sizes: tuple[int, ...]) -> tuple[float, int]:
     """Three steps of a model, and how often ranks send rows to their neighbors."""
     from autopar.ir.ops.sequence.send_block import send_block
@@ -188,7 +237,7 @@ CONTEXT: dict[str, Any] = {"roles": {"a": "context"}}
         pytest.param("documents", CONTEXT, (4,), 3 + 3 + 4, marks=pytest.mark.deep),
         *(
             pytest.param(name, {"recipe": "random", "seed": seed}, sizes, 0, marks=pytest.mark.deep)
-            for name in ("mistral", "qwen", "t5", "swin")
+            for name in ("mistral", "qwen", "t5", "longt5", "swin")
             for seed, sizes in enumerate([(4,), (2, 2)])
         ),
     ],
@@ -198,8 +247,8 @@ def test_masks_by_their_functions(
 ) -> None:
     """What a window reaches comes from a neighbor and goes back; documents go round with keys; models of others."""
     results = ranks.run(under_a_mask, name, search, sizes)
-    # Norms of these compute in float32 whatever the model's dtype is; `verify` computes all in float64.
-    tolerance = 1e-5 if name in ("mistral", "qwen", "t5") else TOLERANCE
+    # Norms of these, or softmaxes, compute in float32 whatever the model's dtype is; `verify` computes all in float64.
+    tolerance = 1e-5 if name in ("mistral", "qwen", "t5", "longt5") else TOLERANCE
     assert max(worst for worst, _ in results) < tolerance
     assert min(found for _, found in results) >= sends
 

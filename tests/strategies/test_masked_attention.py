@@ -98,6 +98,12 @@ BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
     "mistral": padded,
     "qwen": packed,
     "t5": lambda: {"input_ids": tokens(), "labels": tokens()},
+    # Of all tokens: -1e10, which hides all keys of a padded query, leaves six digits of its scores.
+    "longt5": lambda: {
+        "input_ids": tokens(),
+        "labels": tokens()[:, :8].contiguous(),
+        "attention_mask": torch.ones(ROWS, TOKENS, dtype=torch.int64),
+    },
     "swin": lambda: {"pixel_values": numbers(4, 2, 16, 16), "labels": torch.arange(4)},
 }
 
@@ -120,16 +126,24 @@ def build(name: str) -> nn.Module:
         "t5": lambda: hf.T5ForConditionalGeneration(
             hf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, dropout_rate=0.0,
                         use_cache=False, decoder_start_token_id=0)),
+        "longt5": lambda: hf.LongT5ForConditionalGeneration(
+            hf.LongT5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+                            use_cache=False, decoder_start_token_id=0, encoder_attention_type="transient-global",
+                            local_radius=3, global_block_size=4)),
         "swin": lambda: hf.SwinForImageClassification(
             hf.SwinConfig(image_size=16, patch_size=2, num_channels=2, embed_dim=8, depths=[2], num_heads=[2],
                           window_size=4, num_labels=4, drop_path_rate=0.0)),
     }  # fmt: skip
     model: nn.Module = made[name]().double()
+    if name == "longt5":  # whose own norms are float32's
+        for module in list(model.modules()):
+            for child in [n for n, m in module.named_children() if type(m).__name__ == "LongT5LayerNorm"]:
+                setattr(module, child, nn.RMSNorm(32, 1e-6).double())
     return model
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ["mistral", "qwen", "t5", "swin"])
+@pytest.mark.parametrize("name", ["mistral", "qwen", "t5", "longt5", "swin"])
 @pytest.mark.parametrize("axes", [{"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 2, "c": 2}], ids=len)
 def test_models_of_transformers(name: str, axes: dict[str, int]) -> None:
     """Loss and gradients of random plans are eager's."""
@@ -138,7 +152,7 @@ def test_models_of_transformers(name: str, axes: dict[str, int]) -> None:
         report = verify(model, given, axes, plan="random", seed=seed)
         assert max(report.max_error, report.capture_error) < 1e-10
     has = any(n.target is masked.attention_masked for n in program_of(model, given).graph.graph.nodes)
-    assert has == (name in ("mistral", "qwen", "t5"))
+    assert has == (name in ("mistral", "qwen", "t5", "longt5"))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar._torch_compat import traced_graph, traced_node
-from autopar.capture.functions.calls import Call, Calls, OtherError, is_last, name_of
+from autopar.capture.functions.calls import Call, Calls, OtherError, Written, is_last, name_of
 from autopar.capture.functions.dropped_weights import CASTS as _CASTS
 from autopar.capture.functions.dropped_weights import Kept, dropped
 from autopar.capture.functions.hidden_rows import HIDDEN, Part, may_hide_rows, places
@@ -136,7 +136,7 @@ class Formulas:
         """``known``: the value of a node that depends on no input; ``learned``: the model's parameters."""
         self._known, self._learned = known, learned
         self._calls = Calls(_STEPS)
-        self.note = self._calls.note
+        self.note, self.written = self._calls.note, self._calls.written
         self._kept: dict[fx.Node, tuple[Tensor, float]] = {}
 
     def dropout(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -262,7 +262,8 @@ class Formulas:
     def _added(self, left: Any, right: Any, tensor: Tensor) -> _Scores:
         """A sum, one of whose terms is scores."""
         for scores, bias in ((left, right), (right, left)):
-            if not isinstance(bias, Tensor) or not isinstance(scores, Tensor) or scores.shape != tensor.shape:
+            fits = isinstance(scores, Tensor | Written) and scores.shape == tensor.shape
+            if not isinstance(bias, Tensor) or not fits:
                 continue
             try:
                 found = self._scores(scores, tensor.shape)
@@ -283,7 +284,7 @@ class Formulas:
             mask, scores, number = call.args
             inverted = isinstance(scores, Tensor)
             scores, number = (scores, number) if inverted else (number, scores)
-        fits = isinstance(scores, Tensor) and scores.shape == tensor.shape
+        fits = isinstance(scores, Tensor | Written) and scores.shape == tensor.shape
         if not fits or not isinstance(number, int | float) or number > HIDDEN:
             raise OtherError
         found = self._scores(scores, tensor.shape)
@@ -294,7 +295,7 @@ class Formulas:
         def added() -> Tensor:
             hides = ~mask if inverted else mask
             # Of numbers, not of scores: what makes a mask is read from the graph.
-            least, zero = (torch.full((), n, dtype=scores.dtype, device=scores.device) for n in (number, 0.0))
+            least, zero = (torch.full((), n, dtype=tensor.dtype, device=tensor.device) for n in (number, 0.0))
             return torch.where(hides, least, zero if before is None else before())
 
         return replace(found, added=added, parts=(*found.parts, Part(mask, float(number), inverted)))
@@ -318,7 +319,7 @@ class Formulas:
             call = self._calls.of(call.args[0])
         (source, *rest) = call.args
         d, kept = (call.kwargs.get(n, (*rest, None, None)[i]) for i, n in enumerate(("dim", "keepdim")))
-        same = isinstance(source, Tensor) and traced_node(source) is traced_node(of)
+        same = isinstance(source, Tensor) and isinstance(of, Tensor) and traced_node(source) is traced_node(of)
         return call.name in ("max", "amax") and same and is_last(d, of) and bool(kept) != apart
 
     def _transposed(self, tensor: Tensor) -> Tensor:

@@ -8,6 +8,12 @@ import traceback
 from autopar.capture.functions.refused import ONLY_DENSE
 from autopar.errors import CaptureError
 
+_OURS = r"[/\\]torch[/\\]|[/\\]autopar[/\\]"
+"""Files whose lines say nothing to the user."""
+
+_ASKS = frozenset(("is_compiling", "is_torchdynamo_compiling"))
+"""Functions that say whether a model is compiled."""
+
 _SPARSE = ("layout_impl is only", "compressed tensor instance", "tensors do not have strides")
 """What torch says of tensors of compressed rows or columns."""
 
@@ -85,11 +91,7 @@ def explained(error: Exception) -> CaptureError:
     """A tracing failure in the user's terms: their line, the reason, the remedy."""
     text = str(error)
     # The user's innermost frame: torch's and autopar's say nothing to them.
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not re.search(r"[/\\]torch[/\\]|[/\\]autopar[/\\]", f.filename)
-    ]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not re.search(_OURS, f.filename)]
     line = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     kind = type(error).__name__
     # By name and text: these errors have no public class, and their texts change between versions of torch.
@@ -121,4 +123,22 @@ def explained(error: Exception) -> CaptureError:
     for part, reason in _REASONS:
         if part in text or part in functions:
             return CaptureError(f"cannot capture the model{line}: {reason}")
-    return CaptureError(f"cannot capture the model{line}: {kind}: {text.splitlines()[0] if text else ''}")
+    return CaptureError(
+        f"cannot capture the model{line}: {kind}: {text.splitlines()[0] if text else ''}{_other_way(error)}"
+    )
+
+
+def _other_way(error: Exception) -> str:
+    """Which of the functions that were called asks whether it is compiled, as a trace says, and does less then."""
+    asking = [
+        frame.f_code
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if _ASKS.intersection(frame.f_code.co_names) and not re.search(_OURS, frame.f_code.co_filename)
+    ]
+    if not asking:
+        return ""
+    code = asking[-1]
+    return (
+        f"; {code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) leaves out what it does in eager mode where "
+        "torch.compiler.is_compiling(): pass what it makes then, such as attention_mask"
+    )

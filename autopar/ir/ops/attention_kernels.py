@@ -27,6 +27,9 @@ Kernel = tuple[str, bool]
 LARGE = -1e30
 """Numbers up to this hide a key, in whose score's place they are."""
 
+NOTHING = -1e30
+"""The logarithm of no exponentials: finite, so that differences of two of them are numbers."""
+
 _chosen: dict[Any, Kernel] = {}
 
 
@@ -66,14 +69,23 @@ def _with_bias(scores: Tensor, bias: Tensor | None, is_causal: bool, placed: boo
     return scores
 
 
-def _weights(scores: Tensor, total: Tensor) -> Tensor:
-    """The softmax, also of a query whose scores are all the same large number, in whose logarithm these are lost."""
-    return torch.softmax(scores, -1).masked_fill((total == 0.0).unsqueeze(-1) & (scores == -torch.inf), 0.0)
+def _softmax(scores: Tensor, nothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Weights and the logarithm of each query's sum, also where all scores are a large number, in which that is lost.
+
+    A query that sees no key gets zeros, as of torch's kernels, and ``nothing``.
+    """
+    largest = scores.detach().amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    weights = torch.exp(scores - largest)
+    total = weights.sum(-1, keepdim=True)
+    unseeing = total == 0.0
+    total = total.masked_fill(unseeing, 1.0)
+    return weights / total, (largest + total.log()).masked_fill(unseeing, nothing).squeeze(-1)
 
 
 def math(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, dropout_p: float,
-    is_causal: bool, scale: float | None, cap: float | None = None, by_rows: bool = False, placed: bool = False,
+    is_causal: bool, scale: float | None, cap: float | None = None, placed: bool = False, shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention by its formula, for whatever no kernel takes; it makes all scores.
 
@@ -87,15 +99,13 @@ def math(
         is_causal: see there.
         scale: see there.
         cap: scores are ``cap * tanh(scores / cap)`` before the bias; None: as they are.
-        by_rows: large numbers may hide all keys of a query, whose result is then the mean of all values.
         placed: those of the bias stand in the places of scores, which have no gradients; they are not added to them.
+        shift: a number of each query, of which the logarithm is that of exponentials of scores less it, so that it has
+            all digits where large numbers hide all keys; that of a query that sees no key is then `NOTHING`.
     """
     scores = _products(query, key, scale)
     scores = _with_bias(scores if cap is None else cap * torch.tanh(scores / cap), bias, is_causal, placed)
-    total = torch.logsumexp(scores, -1)
-    # A query that sees no key gets zeros, as of torch's kernels.
-    total = total.masked_fill(total == -torch.inf, 0.0)
-    weights = _weights(scores, total) if by_rows else torch.exp(scores - total.unsqueeze(-1))
+    weights, total = _softmax(scores) if shift is None else _softmax(scores - shift, NOTHING)
     if kept is not None:
         weights = weights * kept / (1.0 - dropout_p)
     out = (_rows(weights, key.shape[1]) @ value.to(weights.dtype)).reshape(*query.shape[:3], value.shape[3])
@@ -105,16 +115,23 @@ def math(
 def math_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, out: Tensor,
     logsumexp: Tensor, dropout_p: float, is_causal: bool, scale: float | None, bias_gradient: bool,
-    cap: float | None = None, by_rows: bool = False, placed: bool = False,
+    cap: float | None = None, by_rows: bool = False, placed: bool = False, shift: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Its gradients from what a forward saved (T. Dao et al., "FlashAttention", 2022, appendix B.4)."""
+    """Its gradients from what a forward saved (T. Dao et al., "FlashAttention", 2022, appendix B.4).
+
+    If ``by_rows``, all keys of a query are here, and nothing is read off the logarithm.
+    """
     wide, heads = wide_dtype(query), key.shape[1]
     scores, capped = _products(query, key, scale), None
     if cap is not None:
         capped = torch.tanh(scores / cap)
         scores = cap * capped
     scores = _with_bias(scores, bias, is_causal, placed)
-    weights = _weights(scores, logsumexp) if by_rows else torch.exp(scores - logsumexp.unsqueeze(-1))
+    scores = scores if shift is None else scores - shift
+    weights = _softmax(scores)[0] if by_rows else torch.exp(scores - logsumexp.unsqueeze(-1))
+    if bias is not None and shift is None and not by_rows:
+        # A logarithm has lost how many keys there are where all scores are a large number.
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1.0)
     rows = _rows(grad.to(wide), heads)
     of_weights = (rows @ value.to(wide).transpose(2, 3)).reshape(weights.shape)
     used = weights

@@ -88,6 +88,11 @@ def _split(chosen: Sequence[AxisStrategy], parts: int) -> dict[str, int]:
     return {c: parts ** letters.count(c) for c in letters}
 
 
+def _cut(chosen: Sequence[AxisStrategy], parts: int, dims: Dims) -> dict[str, int]:
+    """The same in one tensor: of letters that are split together the first one that it has."""
+    return _split([_own_letter(s, dims) for s in chosen if isinstance(s, str)], parts)
+
+
 def _strategies(rule: Rule) -> list[AxisStrategy]:
     """Those that one call can prove: not along letters of which each device has an order of its own."""
     skipped = (*rule.blocked, *rule.routed, *rule.counts)
@@ -104,7 +109,9 @@ class _SplitCall(RuleCall):
             return "P"
         if _own_letter(strategy, dims or ()):
             return "S"
-        return "P" if strategy in self.rule.reduce else "R" if strategy in self.rule.keep else None
+        if any(c in self.rule.reduce for c in strategy):
+            return "P"
+        return "R" if strategy in self.rule.keep else None
 
     def input_placement(self, strategy: AxisStrategy, i: int) -> str:
         """``S``, ``P`` or ``R``: how an input is placed along an axis."""
@@ -173,7 +180,7 @@ class _SplitCall(RuleCall):
                     cut = _terms(block, parts, generator)
                 blocks |= {(*rank, k): piece for k, piece in enumerate(cut)}
         # Back to one dim for each group, as the operator knows them.
-        shape = _coarse(dims, self.sizes, _split(chosen, parts), tuple(x.shape))
+        shape = _coarse(dims, self.sizes, _cut(chosen, parts, dims), tuple(x.shape))
         return {rank: _alone(block.reshape(shape)) for rank, block in blocks.items()}
 
     def _arguments(self, tensors: Sequence[torch.Tensor], split: Mapping[str, int]) -> Tree:
@@ -228,7 +235,7 @@ class _SplitCall(RuleCall):
         # One rank's output: its shape must be what the layout says.
         if len(rank) == len(chosen):
             piece: torch.Tensor | None = pieces[rank]
-            split = _split(chosen, parts)
+            split = _cut(chosen, parts, dims)
             shape = _coarse(dims, self.sizes, split, tuple(expected.shape))
             if piece is None or tuple(piece.shape) != shape or piece.dtype != expected.dtype:
                 got = None if piece is None else (tuple(piece.shape), piece.dtype)

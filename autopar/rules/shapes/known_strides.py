@@ -22,7 +22,7 @@ from autopar.ir.graph import Value, map_nodes, producer, tensor_arguments, value
 from autopar.ir.node_info import info
 from autopar.ir.ops import attention, balanced_attention, cross_entropy, exchange, float8, routing
 from autopar.ir.ops.collectives import COALESCED, IN_PLACE, c10d
-from autopar.ir.ops.formula import attention_rows
+from autopar.ir.ops.formula import attention_block, attention_rows
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.random import replayed, seeded
 from autopar.ir.ops.rows import WRITES_ROWS, new_rows
@@ -79,6 +79,7 @@ LAST_RESULTS = frozenset({
     aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
     attention.attention, attention.attention_drawing, masked_attention.attention_masked, attention_rows.attention_rows,
+    attention_block.attention_block,
 })  # fmt: skip
 """Attention, in whose output the last dim is contiguous, whatever the others."""
 

@@ -18,7 +18,7 @@ A bias that is a function of queries and of keys is replaced by it, see `autopar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from autopar.ir.ops import attention_kernels as kernels
 from autopar.ir.ops.attention import save_for_backward
+from autopar.ir.ops.formula import attention_block as blocks
 
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -52,91 +53,24 @@ Args:
     placed: large numbers of the bias are in the places of scores, which have no gradients; they are not added to them.
 
 Returns:
-    The result, ``[batch, heads, queries, value_head]``, and the logarithm of each query's sum of exponentials.
+    The result, ``[batch, heads, queries, value_head]``, and the logarithm of each query's sum of exponentials of scores
+    less the largest number that is added to any, see `autopar.ir.ops.formula.attention_block`.
 """
 
 attention_rows_backward = torch.ops.autopar.attention_rows_backward.default
 """Gradients of query, key, value and bias; that of the bias is empty where it is not asked for."""
 
-LARGEST = 2**25
-"""Scores that are computed at a time."""
-
-
-def rows_at_a_time(scores: int, queries: int) -> int:
-    """Of how many queries scores are computed at a time, of one of which there are so many."""
-    return max(1, min(queries, LARGEST // max(scores, 1)))
-
-
-def _bands(query: Tensor, key: Tensor) -> Iterator[slice]:
-    rows = rows_at_a_time(query.shape[0] * query.shape[1] * key.shape[2], query.shape[2])
-    for start in range(0, query.shape[2], rows):
-        yield slice(start, start + rows)
-
-
-def _some(tensor: Tensor | None, rows: slice) -> Tensor | None:
-    """Rows of what has the shape of scores, or is broadcast to it."""
-    if tensor is None or tensor.shape[-2] == 1:
-        return tensor
-    return tensor[..., rows, :]
-
 
 def _attention_rows(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, dropout_p: float,
-    scale: float | None, cap: float | None, placed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    made = [
-        kernels.math(
-            query[:, :, rows],
-            key,
-            value,
-            _some(bias, rows),
-            _some(kept, rows),
-            dropout_p,
-            False,
-            scale,
-            cap,
-            True,
-            placed,
-        )
-        for rows in _bands(query, key)
-    ]
-    out, log = (torch.cat([m[i] for m in made], 2) for i in (0, 1))
-    return out, log
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, *numbers: Any
+) -> tuple[Tensor, Tensor]:
+    return blocks.forward(query, key, value, bias, kept, blocks.shift_of(query, bias), *numbers)
 
 
 def _attention_rows_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, out: Tensor,
-    logsumexp: Tensor, dropout_p: float, scale: float | None, cap: float | None, placed: bool, bias_gradient: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    wide = kernels.wide_dtype(query)
-    of_query, (of_key, of_value) = torch.empty_like(query), (torch.zeros_like(t, dtype=wide) for t in (key, value))
-    of_bias = query.new_empty(0) if bias is None or not bias_gradient else torch.zeros_like(bias)
-    for rows in _bands(query, key):
-        found = kernels.math_backward(
-            grad[:, :, rows], query[:, :, rows], key, value, _some(bias, rows), _some(kept, rows), out[:, :, rows],
-            logsumexp[:, :, rows], dropout_p, False, scale, bias_gradient, cap, True, placed,
-        )  # fmt: skip
-        of_query[:, :, rows] = found[0]
-        of_key += found[1]
-        of_value += found[2]
-        if of_bias.numel():
-            part = _some(of_bias, rows)
-            assert part is not None
-            part += found[3]
-    return of_query, of_key.to(key.dtype), of_value.to(value.dtype), of_bias
-
-
-def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    shape = query.shape[:3]
-    out = query.new_empty((*shape, value.shape[3]))
-    return out, query.new_empty(shape, dtype=kernels.wide_dtype(query))
-
-
-def _fake_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *rest: Any
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    gradients = [torch.empty_like(t) for t in (query, key, value)]
-    return *gradients, torch.empty_like(bias) if bias is not None and rest[-1] else query.new_empty(0)
+    return blocks.backward(grad, query, key, value, bias, kept, blocks.shift_of(query, bias), *rest)
 
 
 def _differentiated(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -155,7 +89,7 @@ def _of_formula(grad: Tensor, tensors: Sequence[Any], numbers: Sequence[Any], wa
     """Gradients of the formula, for gradients of gradients."""
     query, key, value, bias, kept = tensors
     dropout_p, scale, cap, placed = numbers
-    out = kernels.math(query, key, value, bias, kept, dropout_p, False, scale, cap, True, placed)[0]
+    out = kernels.math(query, key, value, bias, kept, dropout_p, False, scale, cap, placed)[0]
     of = [query, key, value, *([bias] if wanted else [])]
     differentiated = [t for t in of if t.requires_grad]
     found = iter(torch.autograd.grad(out, differentiated, grad, create_graph=True))
@@ -164,8 +98,8 @@ def _of_formula(grad: Tensor, tensors: Sequence[Any], numbers: Sequence[Any], wa
 
 
 for _name, _kernel, _shapes in (
-    ("attention_rows", _attention_rows, _fake),
-    ("attention_rows_backward", _attention_rows_backward, _fake_backward),
+    ("attention_rows", _attention_rows, blocks.fake),
+    ("attention_rows_backward", _attention_rows_backward, blocks.fake_backward),
 ):
     _library.impl(_name, _kernel, "CPU")
     _library.impl(_name, _kernel, "CUDA")

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.ops import attention_kernels as kernels
+from autopar.ir.ops.attention_kernels import NOTHING
 from autopar.ir.ops.formula import of_tables
 from autopar.ir.ops.formula.look_up import look_up
 from autopar.ir.ops.formula.of_tables import Of
@@ -81,9 +82,6 @@ INFINITY, NUMBERS, ROWS, PLACES = "infinity", "numbers", "rows", "places"
 
 Of the last two, large numbers are added to scores, whose gradients are those of the sum, or stand in their places.
 """
-
-NOTHING = -1e30
-"""The logarithm of no exponentials: finite, so that differences of two of them are numbers."""
 
 LARGEST = 2**25
 """Elements of a mask's rows that are computed at a time, of one sample and one head."""
@@ -257,7 +255,7 @@ class _Mask:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """Result and logarithm of some queries."""
         if self.by_formula:
-            return kernels.math(query, key, value, bias, None, 0.0, False, self.scale, self.cap, *self.rows)
+            return kernels.math(query, key, value, bias, None, 0.0, False, self.scale, self.cap, self.rows[1])
         return kernels.forward(query, key, value, bias, 0.0, False, self.scale)[:2]
 
     def backward(

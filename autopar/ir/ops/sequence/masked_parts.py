@@ -103,7 +103,7 @@ def attend(context: Any, query: Any, key: Any, value: Any, leaves: Any, *mask: A
         made = attention_masked(query, *work.apart(block), *work.ring_mask(step).arguments)
         wide = value_of(made[1]).dtype
         out, log = _to(made[0], wide), made[1]
-        found = (out, log) if found is None else _joined(*found, out, log)
+        found = (out, log) if found is None else joined(*found, out, log)
     assert found is not None
     return _to(found[0], dtype), found[1]
 
@@ -280,7 +280,7 @@ class _Work:
         return aten.slice_scatter.default(tensor, total, 2, start, start + rows)
 
 
-def _joined(before: Any, logs: Any, out: Any, log: Any) -> tuple[Any, Any]:
+def joined(before: Any, logs: Any, out: Any, log: Any) -> tuple[Any, Any]:
     """Result and logarithm of queries with what more keys give."""
     share = aten.unsqueeze.default(aten.sigmoid.default(aten.sub.Tensor(log, logs)), -1)
     return aten.lerp.Tensor(before, out, share), aten.logaddexp.default(logs, log)
