@@ -101,7 +101,7 @@ def swapped(
 
 
 def references_of(model: nn.Module) -> list[Reference]:
-    """Lists, dicts, objects and modules that are no submodules, among the attributes, that hold parameters or buffers."""
+    """Lists, dicts, objects and modules that are no submodules, among the attributes, with parameters or buffers."""
     named = {id(t): (n, t) for n, t in [*model.named_buffers(), *model.named_parameters()]}
     submodules = set(map(id, model.modules()))
     found: list[Reference] = []
