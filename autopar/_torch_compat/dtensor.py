@@ -166,9 +166,16 @@ _WRONG = frozenset(
         "index_put", "index_put_", "_unsafe_index_put", "index_add", "index_add_", "index_copy", "index_copy_",
         "index_fill", "index_fill_", "masked_scatter", "masked_scatter_", "scatter_reduce", "scatter_reduce_", "put_",
         "take",
+        # Running statistics of a part, in which torch does not see that they are written.
+        "native_batch_norm", "native_batch_norm_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward",
+        "miopen_batch_norm", "miopen_batch_norm_backward", "_batch_norm_with_update", "batch_norm_backward",
+        "_native_batch_norm_legit",
     )
 )  # fmt: skip
 """Operators whose rules, in some version of torch, take a mask for indices, or indices of the whole for a part's."""
+
+_HANDLED_WRONG = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+"""Operators that torch handles as if no channels of the weight were split."""
 
 
 _PARTS = (
@@ -231,6 +238,15 @@ def run_beyond_dtensor(
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagated
     for op in dispatcher._random_ops:
         dispatcher._custom_op_handlers[op] = lambda op, args, kwargs: run(op, args, kwargs)
+
+    def on_whole(op: Any, args: Any, kwargs: Any) -> Any:
+        plain = _plain_tensors((args, kwargs))
+        if any(t.numel() > 1 for t in plain):
+            compare(op, plain, next(t for t in tensors_in((args, kwargs)) if isinstance(t, DTensor)).device_mesh)
+        return run(op, args, kwargs)
+
+    for op in _HANDLED_WRONG:
+        dispatcher._custom_op_handlers[op] = on_whole
 
 
 def _replicate() -> Any:

@@ -39,10 +39,16 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return _pytree.tree_map_only(torch.Tensor, function, value)
 
 
+_WRITE_STATISTICS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+"""Operators whose schemas do not say that they write."""
+
+
 def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operator writes to, among its arguments."""
     arguments = op._schema.arguments
     names = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    if op.overloadpacket.__name__ in _WRITE_STATISTICS:
+        names |= {"running_mean", "running_var"}
     named = [*zip((a.name for a in arguments), args, strict=False), *kwargs.items()]
     return tensors_in([value for name, value in named if name in names])
 

@@ -221,6 +221,9 @@ class Intercepts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Write ``.data`` through, refuse foreign tensors."""
+        if kwargs and kwargs.get("generator", func) is None:
+            # torch has an overload of its own for it, which draws the same.
+            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         # The name first: this runs at every call of torch, and names compare faster than descriptors.
         if func.__name__ == "__set__" and func == _SET_DATA:
             return _set_data(args[0], args[1], self._memory)

@@ -6,6 +6,7 @@ buffers meanwhile, so that the graph has them as inputs.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -100,23 +101,32 @@ def swapped(
 
 
 def references_of(model: nn.Module) -> list[Reference]:
-    """Lists, dicts and objects among the attributes that hold parameters or buffers."""
+    """Lists, dicts, objects and modules that are no submodules, among the attributes, with parameters or buffers."""
     named = {id(t): (n, t) for n, t in [*model.named_buffers(), *model.named_parameters()]}
+    submodules = set(map(id, model.modules()))
     found: list[Reference] = []
     seen: set[int] = set()
-
-    def visit(container: Any, inner: list[tuple[Step, Any]], depth: int) -> None:
+    # The nearest first: what is too deep along one path may be less deep along another.
+    left = deque((m, [(("attr", n), v) for n, v in own_attributes(m).items()], 0) for m in model.modules())
+    while left:
+        container, inner, depth = left.popleft()
         for step, value in inner:
             if id(value) in named and named[id(value)][1] is value:
                 found.append((container, step, value, named[id(value)][0]))
-            # Submodules are visited by themselves, below.
-            elif id(value) not in seen and depth < DEEPEST and not isinstance(value, nn.Module):
+            # Submodules are visited by themselves.
+            elif id(value) not in seen and id(value) not in submodules and depth < DEEPEST:
                 seen.add(id(value))
-                visit(value, children(value) or [], depth + 1)
-
-    for module in model.modules():
-        visit(module, [(("attr", n), v) for n, v in own_attributes(module).items()], 0)
+                left += [(owner, items, depth + 1) for owner, items in _inside(value)]
     return found
+
+
+def _inside(value: Any) -> list[tuple[Any, list[tuple[Step, Any]]]]:
+    """Containers that a value is, each with what it holds: of a module its tables, too."""
+    if not isinstance(value, nn.Module):
+        return [(value, children(value) or [])]
+    own: list[tuple[Step, Any]] = [(("attr", n), v) for n, v in own_attributes(value).items()]
+    tables = (value._parameters, value._buffers, value._modules)
+    return [(value, own), *((table, [(("item", n), v) for n, v in table.items()]) for table in tables)]
 
 
 def put_reference(container: Any, step: Step, tensor: torch.Tensor) -> bool:

@@ -33,6 +33,13 @@ def _set(name: str, value: Callable[[Any], Any]) -> Callable[[Any], None]:
     return lambda m: vars(m).update({name: value(m)})
 
 
+def _in_a_module(m: Any) -> list[nn.Module]:
+    """A module in a list, so that it is no submodule, with a weight of a submodule."""
+    layer = nn.Linear(8, 8, bias=False, device="meta")
+    layer.weight = m.f.weight
+    return [nn.Sequential(layer)]
+
+
 def _shared_data(m: Any) -> None:
     m.g.weight.data = m.f.weight.data
 
@@ -40,6 +47,7 @@ def _shared_data(m: Any) -> None:
 EQUAL: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
     "attribute": (_set("other", lambda m: m.f.weight), lambda m: m.other),
     "dict of lists": (_set("other", lambda m: {"all": [m.f.weight]}), lambda m: m.other["all"][0]),
+    "module in a list": (_set("other", _in_a_module), lambda m: m.other[0](m.f.bias[None] + m.g.weight)),
     "view that is not read": (_set("other", lambda m: m.f.weight.data), lambda m: m.f.weight),
 }
 REFUSED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor], str]] = {

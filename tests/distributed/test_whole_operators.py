@@ -123,6 +123,47 @@ def test_operators_without_a_rule_are_eagers(two_ranks: Ranks) -> None:
         assert max(found.values()) < 1e-9, found
 
 
+class Encoder(nn.Module):
+    """A part that a script calls beside the model: a convolution and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv1d(4, 6, 3, padding=1), nn.BatchNorm1d(6)
+        self.double()
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x).square().mean()
+
+
+def with_a_part(model: Any) -> list[Tensor]:
+    """Parameters, their last gradients, and buffers."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        (model(noise(4, 4, 6)) if step == 0 else model.encode(noise(4, 4, 6)).sin().mean()).backward()
+        optimizer.step()
+    model.eval()
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]
+    return [whole(t).double() for t in [*tensors, model.encode(noise(4, 4, 6))]]
+
+
+def part(rank: int) -> float:
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    pins: Any = {"conv.weight": "S(0)", "norm.weight": "S(0)"}
+    parallel = parallelize(Encoder(), mesh_of(2), search=Search(pins=pins))
+    return max(float((a - b).abs().max()) for a, b in zip(with_a_part(parallel), with_a_part(Encoder()), strict=True))
+
+
+def test_a_part_that_a_script_calls(two_ranks: Ranks) -> None:
+    assert max(two_ranks.run(part)) < 1e-9
+
+
 def refused(rank: int) -> list[str]:
     import pickle
 

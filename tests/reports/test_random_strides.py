@@ -39,6 +39,7 @@ FUNCTIONS: dict[str, Draw] = {
     "numbers like coins": lambda h: torch.rand_like(torch.bernoulli(h.detach(), 0.4)),
     "numbers like a leaky relu": lambda h: torch.rand_like(functional.rrelu(h, training=True)),
     "numbers like counts": lambda h: torch.rand_like(torch.poisson(h.detach().abs())),
+    "of no generator": lambda h: h * torch.randn(h.shape, generator=None) + torch.randint(9, h.shape, generator=None),
     "Gumbel": functional.gumbel_softmax,
     "channels of samples": lambda h: torch.vmap(
         lambda row: functional.dropout1d(row.T[None], 0.5)[0].T, randomness="different"
