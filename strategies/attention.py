@@ -196,14 +196,14 @@ def _backward_beside_rows(context: Any, *args: Any) -> Any:
 
 
 def _forward_of_rows(context: Any, *args: Any) -> Any:
-    query, key, value, bias, kept, dropout_p, *numbers = args
-    rows = beside_rows.Rows(bias, kept, dropout_p, False, *numbers, shifted=True)
+    query, key, value, bias, kept, dropout_p, scale, cap, placed = args
+    rows = beside_rows.Rows(bias, kept, dropout_p, False, scale, cap, placed, shifted=True)
     return beside_rows.attend(context, query, key, value, rows)
 
 
 def _backward_of_rows(context: Any, *args: Any) -> Any:
-    grad, query, key, value, bias, kept, out, logsumexp, dropout_p, *numbers, wanted = args
-    rows = beside_rows.Rows(bias, kept, dropout_p, False, *numbers, shifted=True)
+    grad, query, key, value, bias, kept, out, logsumexp, dropout_p, scale, cap, placed, wanted = args
+    rows = beside_rows.Rows(bias, kept, dropout_p, False, scale, cap, placed, shifted=True)
     return beside_rows.gradients(context, grad, query, key, value, out, logsumexp, rows, wanted)
 
 
