@@ -88,6 +88,14 @@ def rows_of_attention() -> Iterator[Sample]:
         saved = forward(q, k, v, given, kept, *numbers)
         yield call(forward, q, k, v, given, kept, *numbers)
         yield call(backward, x(2, 4, 4, 6), q, k, v, given, kept, *saved, *numbers, given is not None)
+        yield from _block_of_attention(q, k, v, given, kept, x(2, 4, 4, 1), *numbers)
+
+
+def _block_of_attention(*args: Any) -> Iterator[Sample]:
+    forward, backward = ours.attention_block.default, ours.attention_block_backward.default
+    tensors, numbers = args[:6], args[6:]
+    yield call(forward, *args)
+    yield call(backward, x(2, 4, 4, 6), *tensors, *forward(*args), *numbers, args[3] is not None)
 
 
 def shifts() -> Iterator[Sample]:

@@ -111,7 +111,8 @@ class _Work:
         self.index, self.bias = context.axis_index(), rows.bias
         shape = [1, 1] if rows.bias is None else shape_of(rows.bias)
         self.has_keys = shape[-1] > 1
-        self.of_keys = self.has_keys and shape[-2] == 1
+        # Rows have all keys; a device may have a row alone, where another axis splits queries, too.
+        self.of_keys = self.has_keys and shape[-1] == self.size and context.parts > 1
         if self.of_keys:
             blocks = context.all_gather(rows.bias)  # [parts, ..., 1, keys of a device]
             last = aten.permute.default(blocks, [*range(1, len(shape)), 0, len(shape)])
