@@ -16,7 +16,7 @@ from autopar.costs.collectives import wire_bytes
 from autopar.costs.host_copies import copy_seconds
 from autopar.costs.kernels import kernel_seconds
 from autopar.costs.memory import optimizer_state_bytes
-from autopar.ir.graph import module_path, producer, without_indices
+from autopar.ir.graph import Value, is_backward, module_path, producer, without_indices
 from autopar.ir.layout import Layout, TensorType, describe, item_bytes
 from autopar.ir.node_info import ChunkedMove
 from autopar.ir.plan import ModuleRow, Plan, Predicted
@@ -191,7 +191,8 @@ SharedMove = tuple[str, int, bool, bool]
 class _Account:
     """Totals, by node, module and axis.
 
-    ``shared`` says where the values of a class are moved to their consumer layout, and what kind of move that is. With
+    ``places`` says in which regions a value is moved in the forward or backward pass, and what kind of moves these are;
+    ``shared`` where the values of a class are moved to their consumer layout, and what kind of move that is. With
     a layer less the first of a class may be one that others read: what is extrapolated must be of the same regions.
     """
 
@@ -210,6 +211,7 @@ class _Account:
     module_sent: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     collectives: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
     shared: dict[SharedMove, tuple[str, int]] = field(default_factory=dict)
+    places: dict[tuple[Value, bool], dict[tuple[str, int], None]] = field(default_factory=dict)
     features: dict[str, Floats] = field(default_factory=dict)
     hideable: dict[str, Floats] = field(default_factory=dict)  # at the most, by chunks: to be added to the features
 
@@ -234,10 +236,7 @@ class _Account:
             value, axis = producer(nodes[move.value]), self.machine.names.index(move.axis)
             gone = sum(map(self.machine.seconds, move.dropped)) * move.times
             left = move.seconds
-            # Where the value is moved, or where the first of its class is: see `_count_moves`.
-            first = (self.classes.members[self.classes.key[value[0]]][0], value[1])
-            for like in (value, first):
-                region, kind = self.regions.of_move(like, backward=move.backward)
+            for region, kind in self.places.get((value, move.backward), ()):
                 own = self.features.get(region)
                 if own is None or kind not in BLOCKING_KINDS:
                     continue
@@ -314,7 +313,7 @@ def _count_moves(
     tables = Tables(account.machine)
     sizes: dict[tuple[Redistributions, tuple[Move, ...]], list[float]] = {}
     known: dict[tuple[Any, frozenset[str]], Floats] = {}
-    regions, axes = account.regions, len(account.machine.names)
+    regions, axes, readers = account.regions, len(account.machine.names), _readers(program, assignment)
     for value, counted in all_moves(program, dims, assignment, tables).items():
         table, moves, node = tables.of(dims.types[value]), [move for move, _, _ in counted], value[0]
         key = (table, tuple(moves))
@@ -329,6 +328,7 @@ def _count_moves(
         first = (classes.members[classes.key[node]][0], value[1])
         consumer = assignment.consumer_layouts.get(value)
         through = () if consumer is None else table.path(assignment.outputs[value], consumer)
+        start = consumer or assignment.outputs[value]
         for i, (size, (move, times, at)) in enumerate(zip(sizes[key], counted, strict=True)):
             account.move(node, move.collective, move.axis, size, times, float(whole[0, i]), float(whole[1:, i].sum()))
             backward, hoisted = at == IN_BACKWARD, at == HOISTED
@@ -338,7 +338,10 @@ def _count_moves(
                     account.shared[name] = regions.of_move(first, backward=backward, hoisted=hoisted)
                 region, kind = account.shared[name]
             else:
-                region, kind = regions.of_move(value, backward=backward, hoisted=hoisted)
+                wanted = readers.get((value, backward), ())
+                reader = next((n for n, w in wanted if w != start and move in table.path(start, w)), None)
+                region, kind = regions.of_move(value, backward=backward, hoisted=hoisted, reader=reader)
+            account.places.setdefault((value, backward), {})[region, kind] = None
             share, sent = regions.share(region, kind), feature(kind, move.axis, axes)
             kernels, told = _features_of(whole[:, i], move.axis, axes, kind, share)
             account.add(region, KERNELS, kernels * times)
@@ -349,6 +352,19 @@ def _count_moves(
                 more[KERNELS] += (least_kernels - kernels) * times
                 more[sent] += (least_told - told) * times
                 more[feature(CHUNKED, move.axis, axes)] += least[1 + axes + move.axis, i] * times
+
+
+def _readers(program: Program, assignment: Assignment) -> Mapping[tuple[Value, bool], list[tuple[fx.Node, Layout]]]:
+    """Operators that read a value in the forward or in the backward pass, in order, each with the layout it wants."""
+    found: dict[tuple[Value, bool], list[tuple[fx.Node, Layout]]] = defaultdict(list)
+    for node, sources in program.sources.items():
+        late = is_backward(node)
+        for source, layout in zip(sources, assignment.inputs[node], strict=True):
+            if late or assignment.recompute.times(node):
+                found[source, True].append((node, layout))
+            if not late and node not in assignment.recompute.backward_only:
+                found[source, False].append((node, layout))
+    return found
 
 
 def _features_of(parts: Floats, axis: int, axes: int, kind: int, share: float) -> tuple[float, float]:

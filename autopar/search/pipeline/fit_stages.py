@@ -48,7 +48,7 @@ def _fitting(tree: SearchTree, scheduled: ScheduledStages) -> Plan:
     search = replace(job.search, check=False)  # the bound that holds is that of any memory
     # The search plans devices that have the whole model: as many times as long as those of a stage.
     cutoff = Cutoff(tree.seconds * shape.devices)
-    job = replace(job, memory=tree.memory, cutoff=cutoff, search=search, stages=scheduled)
+    job = replace(job, memory=tree.memory, cutoff=cutoff, search=search, stages=scheduled, graphs=shape.stages)
     any_memory = tree.free[shape.mesh, part.microbatches].certificate
     try:
         plan = best_padded(tree.program, part, job)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from torch import fx
 
 from autopar.compiler import solve
 from autopar.costs.cluster import Cluster
+from autopar.ir.graph import Value, is_backward
 from autopar.ir.program import Program
 from autopar.search.axis_by_axis import bound_by_axes
 from autopar.search.budget.budget_problem import BudgetProblem
@@ -18,10 +21,10 @@ from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job, Search
 from autopar.search.overlap.combine import step_seconds
-from autopar.search.overlap.regions import BEFORE, regions_of
+from autopar.search.overlap.regions import BEFORE, BLOCKING, WAITED, regions_of
 from autopar.search.overlap.step_time import StepTime, step_time_of
 from autopar.search.overlap.weights import Weights
-from autopar.search.predict import predict, step_features
+from autopar.search.predict import _account, predict, step_features
 from autopar.search.random_plan import random_plan
 from autopar.search.solver.problem import Ints, evaluate
 from autopar.sharding.dims import Dims, analyze
@@ -166,3 +169,35 @@ def test_no_plan_is_faster_than_the_bound_of_three_axes() -> None:
     for weights in (Weights(step), Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)[BEFORE]))[0]})):
         fixed, claims = bound_by_axes(program, dims, classes, machine, Restrictions(), weights)
         assert 0 < fixed + sum(claim.bound for claim in claims) <= least * (1 + 1e-9)
+
+
+def test_a_move_is_counted_where_its_reader_waits_for_it() -> None:
+    """Whoever reads the value first: a gradient of a weight that takes it as it was made waits for nothing."""
+    program, dims, classes = parts("llama", 1)
+    regions, found = regions_of(program), 0
+    for seed in range(4):
+        account = _account(program, dims, random_plan(program, dims, AXES, SHARED, seed), classes)
+        assignment = account.assignment
+        wanted: dict[Value, list[fx.Node]] = defaultdict(list)
+        for node, sources in program.sources.items():
+            for value, layout in zip(sources, assignment.inputs[node], strict=True):
+                if is_backward(value[0]) and layout != assignment.outputs[value]:
+                    wanted[value].append(node)
+        for value, readers in wanted.items():
+            directly = assignment.consumer_layouts.get(value) in (None, assignment.outputs[value])
+            if len(readers) == 1 and directly and value not in regions.gradients:
+                kind = BLOCKING if readers[0] in regions.filling else WAITED
+                assert set(account.places[value, True]) == {(regions.names[readers[0]], kind)}
+                found += kind == WAITED and regions.readers[value, True] in regions.filling
+    assert found  # of such values
+
+
+def test_what_is_recomputed_is_moved_in_the_backward_pass() -> None:
+    program, *_ = parts("llama", 1)
+    regions = regions_of(program)
+    reads = [(value, n) for n, sources in program.sources.items() for value in sources if not is_backward(n)]
+    reads = [(value, n) for value, n in reads if {n, value[0]}.isdisjoint(regions.from_parameters)]
+    for value, reader in reads:
+        first, again = (regions.of_move(value, backward=late, reader=reader)[0] for late in (False, True))
+        assert (first, again) == (regions.names[reader], regions.of_recomputed(reader))
+    assert reads
