@@ -111,7 +111,7 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
     if job.stages is not None:  # the bound is that of any memory
         rounds.search(replace(rounds.all_hidden, chunks=False))
         # Pipelines are many, and the best is simulated whatever the search says.
-        if rounds.go_on(FAR):
+        if rounds.above_cost(FAR) and rounds.go_on(FAR):
             rounds.apart()
         return rounds.result()
     rounds.search(rounds.all_hidden)
@@ -290,6 +290,11 @@ class _Rounds:
         """Whether more than a share of the best plan's time is above the bound of the plans that are searched."""
         seconds = self.best.predicted.step_seconds
         return seconds - self.bound > share * seconds
+
+    def above_cost(self, share: float) -> bool:
+        """Whether more than a share of the best plan's time is above what the last search counts for its own."""
+        seconds = self.best.predicted.step_seconds
+        return seconds - self.found[-1][0].plan.certificate.objective > share * seconds
 
     def go_on(self, close: float = CLOSE) -> bool:
         """Whether the best plan may be further from the best there is, and there is time."""
