@@ -355,15 +355,11 @@ def _count_moves(
 
 
 def _readers(program: Program, assignment: Assignment) -> Mapping[tuple[Value, bool], list[tuple[fx.Node, Layout]]]:
-    """Operators that read a value in the forward or in the backward pass, in order, each with the layout it wants."""
+    """Operators by which either pass itself reads a value, in order, each with the layout that it wants."""
     found: dict[tuple[Value, bool], list[tuple[fx.Node, Layout]]] = defaultdict(list)
     for node, sources in program.sources.items():
-        late = is_backward(node)
         for source, layout in zip(sources, assignment.inputs[node], strict=True):
-            if late or assignment.recompute.times(node):
-                found[source, True].append((node, layout))
-            if not late and node not in assignment.recompute.backward_only:
-                found[source, False].append((node, layout))
+            found[source, is_backward(node)].append((node, layout))
     return found
 
 

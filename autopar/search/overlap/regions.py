@@ -113,8 +113,7 @@ class Regions:
         first = self.readers.get((value, late))
         if reader in self.names and reader not in self.from_parameters:
             first = reader
-        again = late and first is not None and not is_backward(first)  # it is recomputed
-        region = own if first is None else self.of_recomputed(first) if again else self.names[first]
+        region = own if first is None else self.names[first]
         if node in self.from_parameters:
             return region, GATHER
         # What a gradient of a weight waits for cannot be filled with it.

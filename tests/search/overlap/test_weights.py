@@ -190,14 +190,3 @@ def test_a_move_is_counted_where_its_reader_waits_for_it() -> None:
                 assert set(account.places[value, True]) == {(regions.names[readers[0]], kind)}
                 found += kind == WAITED and regions.readers[value, True] in regions.filling
     assert found  # of such values
-
-
-def test_what_is_recomputed_is_moved_in_the_backward_pass() -> None:
-    program, *_ = parts("llama", 1)
-    regions = regions_of(program)
-    reads = [(value, n) for n, sources in program.sources.items() for value in sources if not is_backward(n)]
-    reads = [(value, n) for value, n in reads if {n, value[0]}.isdisjoint(regions.from_parameters)]
-    for value, reader in reads:
-        first, again = (regions.of_move(value, backward=late, reader=reader)[0] for late in (False, True))
-        assert (first, again) == (regions.names[reader], regions.of_recomputed(reader))
-    assert reads
