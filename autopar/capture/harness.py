@@ -21,9 +21,9 @@ from autopar.capture.functions.kinds import classes_of_eager, mark_parameter
 from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.outside import refused
+from autopar.capture.state.code.scope import uncached
 from autopar.capture.state.hooks import Hooks, Observation, Place, observations
 from autopar.capture.state.record import Record
-from autopar.capture.state.scope import uncached
 from autopar.capture.state.slots import tensor_attributes, where_kept
 from autopar.capture.state.values import Path
 from autopar.capture.state.writes import Write

@@ -232,12 +232,11 @@ class Intercepts(TorchFunctionMode):
         if func in _TEXTS and is_transformed(args[0]) and (func is torch.Tensor.__repr__ or args[0].ndim):
             # Torch's own text of a tensor within `torch.func` asks what a trace does not have, and ends the process.
             return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
-        if (name := _name(func)) in _READS_MORE and name != ".is_leaf":
+        if (name := _name(func)) in _READS_MORE:
+            of_batch = id(args[0]) in self._batch and args[0].requires_grad  # it may be computed by the caller
+            if name == ".is_leaf" and is_traced(args[0]) and not of_batch:
+                return is_leaf(args[0])
             _refuse_reading(name, args[0])
-        if name == ".is_leaf" and is_traced(args[0]):
-            if id(args[0]) in self._batch and args[0].requires_grad:
-                _refuse_reading(name, args[0])
-            return is_leaf(args[0])
         if func in _READS_VALUES and not is_traced(args[0]):
             return _values(func, args, kwargs or {})
         if func is is_all_true and is_traced(args[0]):

@@ -37,6 +37,9 @@ class _OfType(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, type)
 
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, type)
+
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is type
 

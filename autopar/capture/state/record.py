@@ -21,9 +21,9 @@ from torch import nn
 
 from autopar._torch_compat import is_traced
 from autopar.capture.settings import SETTINGS
+from autopar.capture.state.code.scope import Search, search
 from autopar.capture.state.containers import contents, differs, is_reordered, put, restore
 from autopar.capture.state.driven import Driven, is_driven
-from autopar.capture.state.scope import Search, search
 from autopar.capture.state.skeleton import Existing, NewObject, Skeleton, has_leaf, kind_of
 from autopar.capture.state.slots import HOOK_TABLES, SCOPES, code_of, hooks_of, name_of, own_attributes
 from autopar.capture.state.tracked import Tracked, computed_from, is_tracked, operations_of, plain

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from autopar.capture.settings import SETTINGS, Libraries
+from autopar.capture.state.code.scope import Code, Scope, Search, is_users_object, search
 from autopar.capture.state.inventory import Holdings, Inventory, same_objects
 from autopar.capture.state.on_mesh import Whole, is_on_mesh, make_whole
-from autopar.capture.state.scope import Code, Scope, Search, is_users_object, search
 from autopar.capture.state.values import BUFFERS, GENERATORS, OWN, Path, Same, children, describe, state_of_hook, walk
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autopar.capture.state.scope import Scope, is_library, is_users_object
+from autopar.capture.state.code.scope import Scope, is_library, is_users_object
 
 OWN = frozenset(vars(nn.Module()))
 """Attributes that torch's modules have of their own."""

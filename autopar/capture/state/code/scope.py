@@ -11,7 +11,6 @@ import array
 import builtins
 import contextlib
 import contextvars
-import dis
 import functools
 import importlib.util
 import os
@@ -21,7 +20,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -33,6 +32,7 @@ from torch import nn
 from torch.nn import functional
 
 from autopar._torch_compat import traced_functions
+from autopar.capture.state.code.names import Names
 
 MOST = 1000
 """Functions that are searched; a model whose code reaches more has the state of the others overlooked."""
@@ -47,17 +47,6 @@ NAMESPACES = (types.SimpleNamespace, argparse.Namespace, threading.local, contex
 """Classes of libraries whose objects hold what users put in them."""
 
 CONTAINERS = (list, dict, set, deque, np.ndarray, torch.Tensor, bytearray, memoryview, array.array)
-
-BY_STRING = frozenset(
-    ("getattr", "setattr", "hasattr", "attrgetter", "vars", "globals", "__dict__", "__getattribute__")
-)
-"""Code that names one of these may name attributes and globals by strings."""
-
-IMPORTING = frozenset(("__import__", "import_module", "modules"))
-"""Code that names one of these may name modules by strings."""
-
-EVALUATING = frozenset(("eval", "exec"))
-"""Code that names one of these may have code in strings."""
 
 ENVIRONMENT = frozenset(("environ", "getenv"))
 """Code that names one of these reads the environment's variables."""
@@ -181,7 +170,7 @@ class Search:
         self._seen: set[int] = set()
         self._attributes = {"forward", "__call__"}
         self._classes: dict[type, None] = {}
-        self._of_some_class: list[_Names] = []
+        self._of_some_class: list[Names] = []
         self._objects: dict[int, tuple[Any, str]] = {}
         self._libraries: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         self._modules: dict[str, types.ModuleType] = {}
@@ -221,7 +210,7 @@ class Search:
         if _is_foreign(hook.__module__):
             return
         space = hook.__globals__
-        for name in _Names.of(hook.__code__).globals:
+        for name in Names.of(hook.__code__).globals:
             if isinstance(space.get(name, len), SIMPLE):
                 self._note(space, str(space.get("__name__", "")), name)
 
@@ -265,7 +254,7 @@ class Search:
             if (function := _function_in(value)) is None:
                 continue
             space = function.__globals__
-            names = _Names.of(function.__code__)
+            names = Names.of(function.__code__)
             for n in names.globals:
                 if isinstance(space.get(n, len), SIMPLE) and not n.startswith("__"):
                     self._note(space, str(space.get("__name__", "")), n)
@@ -279,7 +268,7 @@ class Search:
         self._seen.add(id(function.__code__))
         space = function.__globals__
         label = str(space.get("__name__", ""))
-        for n in _Names.of(function.__code__).globals:
+        for n in Names.of(function.__code__).globals:
             value = space.get(n)
             if isinstance(value, types.FunctionType | types.ModuleType):
                 self._note_library(space, label, n)
@@ -321,7 +310,7 @@ class Search:
             return
         self._seen.add(id(function))
         self._codes.append((function, function.__code__))
-        names = _Names.of(function.__code__)
+        names = Names.of(function.__code__)
         self._attributes.update(names.attributes)
         self._visit_environment(names)
         if {"type", "__class__"} & {*names.globals, *names.attributes}:
@@ -347,12 +336,12 @@ class Search:
         for module, imported in names.imports:
             self._visit_import(module, imported, str(space.get("__package__") or ""))
 
-    def _note_assigned(self, owner: Any, names: _Names) -> None:
+    def _note_assigned(self, owner: Any, names: Names) -> None:
         """Attributes of a function or class, such as a counter ``f.calls``, that may not be there yet."""
         for attribute in names.assigned if not _is_foreign(owner.__module__) else ():
             self._note(owner, owner.__qualname__, attribute)
 
-    def _visit_environment(self, names: _Names) -> None:
+    def _visit_environment(self, names: Names) -> None:
         """The environment's variables, all of them: which ones the code asks for is not known."""
         if ENVIRONMENT & {*names.globals, *names.attributes} and hasattr(os.environ, "_data"):
             self._note(os.environ, "os.environ", "_data")
@@ -464,72 +453,6 @@ def _function_in(value: Any) -> types.FunctionType | None:
     if isinstance(value, functools._lru_cache_wrapper):
         value = value.__wrapped__
     return value if isinstance(value, types.FunctionType) else None
-
-
-@dataclass(frozen=True)
-class _Names:
-    """What code refers to by name, that of functions within included.
-
-    Attributes:
-        globals: also builtins.
-        attributes: apart from globals: ``self.step`` has nothing to do with a loop's variable ``step``.
-        imports: modules that it imports, as an import statement says them, each with the names taken from it.
-        assigned: globals and attributes that it assigns.
-        modules: what may be names of modules.
-    """
-
-    globals: tuple[str, ...]
-    attributes: tuple[str, ...]
-    imports: tuple[tuple[str, tuple[str, ...]], ...]
-    assigned: frozenset[str]
-    modules: tuple[str, ...] = ()
-
-    @classmethod
-    @functools.lru_cache(MOST)
-    def of(cls, code: types.CodeType) -> _Names:
-        """Read the bytecode."""
-        found: tuple[dict[str, None], dict[str, None]] = ({}, {})
-        texts: dict[str, None] = {}
-        imports: dict[str, tuple[str, ...]] = {}
-        assigned: set[str] = set()
-        pending, evaluated = [code], False
-        while pending:
-            part = pending.pop()
-            pending += [c for c in part.co_consts if isinstance(c, types.CodeType)]
-            texts.update({c: None for c in part.co_consts if isinstance(c, str)})
-            level, names = 0, ()
-            for instruction in dis.get_instructions(part):
-                operation, argument = instruction.opname, instruction.argval
-                if operation in ("STORE_GLOBAL", "STORE_ATTR"):
-                    assigned.add(argument)
-                # By suffix: the opcodes' full names differ between versions of Python.
-                if operation.endswith(("_GLOBAL", "_NAME")) and operation != "IMPORT_NAME":
-                    found[0][argument] = None
-                elif operation.endswith(("_ATTR", "_METHOD")):
-                    found[1][argument] = None
-                elif operation == "IMPORT_NAME":  # behind its level and the names taken
-                    module = "." * level + argument
-                    imports[module] = (*imports.get(module, ()), *(names or ()))
-                elif operation.startswith("LOAD_"):
-                    level, names = (names if isinstance(names, int) else 0), argument
-            if not pending and not evaluated and EVALUATING & found[0].keys():
-                pending, evaluated = _code_in_texts(texts), True
-        named = {*found[0], *found[1]}
-        if BY_STRING & named:
-            strings = {t: None for t in texts if t.isidentifier()}
-            found[0].update(strings)
-            found[1].update(strings)
-        modules = [t for t in texts if all(map(str.isidentifier, t.split(".")))] if IMPORTING & named else []
-        return cls(tuple(found[0]), tuple(found[1]), tuple(imports.items()), frozenset(assigned), tuple(modules))
-
-
-def _code_in_texts(texts: Iterable[str]) -> list[types.CodeType]:
-    """Of those that are code."""
-    found = []
-    for text in texts:
-        with contextlib.suppress(SyntaxError, ValueError):
-            found.append(compile(text, "<text>", "exec"))
-    return found
 
 
 def _own(value: Any) -> Mapping[str, Any]:

@@ -1,0 +1,126 @@
+"""What differs each time that it is asked for, or what no graph has: a model that reads it in forward gets an error."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import random
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.errors import CaptureError
+from tests.reports.test_outside_state import BYTES, Scaled, X, assert_equal
+
+
+def draw_twice(m: Any) -> Any:
+    with torch.random.fork_rng():
+        first = torch.rand(())
+    return first + torch.rand(())
+
+
+SOURCES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "time": (lambda m: time.time() % 1, "reads the clock"),
+    "perf_counter": (lambda m: perf_counter() % 1, "reads the clock"),
+    "uuid": (lambda m: uuid.uuid4().int % 3, "random bytes"),
+    "urandom": (lambda m: os.urandom(1)[0], "random bytes"),
+    "system random": (lambda m: random.SystemRandom().random(), "random bytes"),
+    "open": (lambda m: open(__file__).tell(), "reads a file"),
+    "path": (lambda m: len(Path(__file__).read_text()), "reads a file"),
+    "generator's state": (lambda m: float(torch.get_rng_state().sum()), "state of torch's generator"),
+    "initial seed": (lambda m: torch.initial_seed() % 3, "state of torch's generator"),
+    "fork": (draw_twice, "state of torch's generator"),
+    "gradient": (lambda m: 1 + (m.linear.weight.grad is None), "reads a tensor's gradient"),
+    "version": (lambda m: m.linear.weight._version, "reads how often a tensor was written to"),
+    "memory": (lambda m: m.linear.weight.data_ptr() % 7, "reads the memory of a tensor"),
+    "folder": (lambda m: len(os.getcwd()), "asks for files or folders"),
+    "file": (lambda m: 1 + os.path.exists(__file__), "asks for files or folders"),
+    "threads": (lambda m: torch.get_num_threads(), "asks about threads"),
+    "flag": (lambda m: 1 + torch.backends.mkldnn.enabled, "reads the flag torch.backends.mkldnn.enabled"),
+    "place": (lambda m: 1 + m.linear.weight.storage_offset(), "asks where a tensor lies"),
+    "gradients off": (lambda m: 1 + (torch.set_grad_enabled(False) is None), "a call of the model disables gradients"),
+    "seed": (lambda m: torch.manual_seed(3).initial_seed(), "seeds torch's generator"),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_differs_each_time_is_refused(name: str) -> None:
+    read, text = SOURCES[name]
+    kind: Any = type("Case", (Scaled,), {"scale": read})
+    functions = time.time, os.urandom, io.open, torch.manual_seed, globals()["perf_counter"]
+    with pytest.raises(CaptureError, match=f"the model {text.replace('(', '.')}.*test_outside_refused.py:|{text}"):
+        autopar.parallelize(kind().double(), None)(X)
+    assert functions == (time.time, os.urandom, io.open, torch.manual_seed, globals()["perf_counter"])
+
+
+def test_lines_may_be_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A record has the time, which `logging` asks for itself."""
+
+    class Logs(Scaled):
+        def scale(self) -> Any:
+            logging.getLogger("a model").warning("a call")
+            return 1.0
+
+    assert autopar.parallelize(Logs().double(), None)(X).item() == pytest.approx(Logs().double()(X).item())
+    assert "a call" in caplog.text
+
+
+def test_files_may_be_written(tmp_path: Path) -> None:
+    """As lines may be printed."""
+
+    class Writes(Scaled):
+        def scale(self) -> Any:
+            (tmp_path / "seen").write_text("a call")
+            return 1.0
+
+    assert autopar.parallelize(Writes().double(), None)(X).item() == pytest.approx(Writes().double()(X).item())
+
+
+def test_elements_of_bytes_that_a_call_writes() -> None:
+    class Writes(Scaled):
+        def scale(self) -> Any:
+            BYTES[0] += 1
+            return BYTES[0]
+
+    before = bytes(BYTES)
+    with pytest.raises(CaptureError, match=r"elements of the bytearray .*BYTES"):
+        autopar.parallelize(Writes().double(), None)(X)
+    assert bytes(BYTES) == before
+
+
+def test_copies_of_parameters() -> None:
+    class Copies(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            import copy
+
+            return copy.deepcopy(self.linear)(x).square().mean() + super().forward(x)
+
+    with pytest.raises(CaptureError, match=r"copies a parameter .*test_outside_refused.py:\d+: .*functional_call"):
+        autopar.parallelize(Copies().double(), None)(X)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_hooks_on_what_is_saved(exact: bool) -> None:
+    """Those that give back what they were given may be left out; others change gradients."""
+    pack = (lambda t: t.clone()) if exact else (lambda t: t.bfloat16())
+    unpack = (lambda t: t) if exact else (lambda t: t.double())
+
+    class Hooked(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                return super().forward(x).tanh().square()
+
+    if exact:
+        assert_equal(Hooked, lambda m, i: None)
+    else:
+        with pytest.raises(CaptureError, match=r"saved_tensors_hooks changes what is saved .*autograd.Function"):
+            autopar.parallelize(Hooked().double(), None)(X)
