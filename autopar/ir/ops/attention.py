@@ -257,9 +257,7 @@ for _name, _kernel, _shapes in (
     ("attention_drawing", _attention_drawing, _fake_drawing),
     ("attention_drawing_backward", _attention_drawing_backward, _fake_backward),
 ):
-    _library.impl(_name, _kernel, "CPU")
-    _library.impl(_name, _kernel, "CUDA")
-    torch.library.register_fake(f"autopar::{_name}", _shapes, lib=_library)
+    kernels.register(_library, _name, _kernel, _shapes)
 torch.library.register_autograd("autopar::attention", _differentiated, setup_context=save_for_backward, lib=_library)
 torch.library.register_autograd(
     "autopar::attention_backward", _differentiated_twice, setup_context=_setup_backward, lib=_library

@@ -33,6 +33,20 @@ NOTHING = -1e30
 _chosen: dict[Any, Kernel] = {}
 
 
+def register(library: Any, name: str, kernel: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    """Give an operator of ours its kernel, the same on CPUs and GPUs, and the function that tells the shapes it makes.
+
+    Args:
+        library: that defines it.
+        name: of the operator.
+        kernel: what it does.
+        shapes: the same of tensors without values.
+    """
+    library.impl(name, kernel, "CPU")
+    library.impl(name, kernel, "CUDA")
+    torch.library.register_fake(f"autopar::{name}", shapes, lib=library)
+
+
 def wide_dtype(tensor: Tensor) -> torch.dtype:
     """In which kernels compute sums, and give logarithms of them."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype

@@ -192,6 +192,4 @@ for _name, _kernel, _shapes in (
     ("attention_block_backward", backward, fake_backward),
     ("attention_block_log", _log, _fake_log),
 ):
-    _library.impl(_name, _kernel, "CPU")
-    _library.impl(_name, _kernel, "CUDA")
-    torch.library.register_fake(f"autopar::{_name}", _shapes, lib=_library)
+    kernels.register(_library, _name, _kernel, _shapes)

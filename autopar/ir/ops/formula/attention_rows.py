@@ -101,9 +101,7 @@ for _name, _kernel, _shapes in (
     ("attention_rows", _attention_rows, blocks.fake),
     ("attention_rows_backward", _attention_rows_backward, blocks.fake_backward),
 ):
-    _library.impl(_name, _kernel, "CPU")
-    _library.impl(_name, _kernel, "CUDA")
-    torch.library.register_fake(f"autopar::{_name}", _shapes, lib=_library)
+    kernels.register(_library, _name, _kernel, _shapes)
 torch.library.register_autograd(
     "autopar::attention_rows", _differentiated, setup_context=save_for_backward, lib=_library
 )

@@ -341,6 +341,4 @@ for _name, _kernel, _shapes in (
     ("attention_masked", _attention_masked, _fake),
     ("attention_masked_backward", _attention_masked_backward, _fake_backward),
 ):
-    _library.impl(_name, _kernel, "CPU")
-    _library.impl(_name, _kernel, "CUDA")
-    torch.library.register_fake(f"autopar::{_name}", _shapes, lib=_library)
+    kernels.register(_library, _name, _kernel, _shapes)
