@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -313,8 +313,9 @@ def _count_moves(
     tables = Tables(account.machine)
     sizes: dict[tuple[Redistributions, tuple[Move, ...]], list[float]] = {}
     known: dict[tuple[Any, frozenset[str]], Floats] = {}
-    regions, axes, readers = account.regions, len(account.machine.names), _readers(program, assignment)
-    for value, counted in all_moves(program, dims, assignment, tables).items():
+    regions, axes, moved = account.regions, len(account.machine.names), all_moves(program, dims, assignment, tables)
+    readers = _readers(program, assignment, moved)
+    for value, counted in moved.items():
         table, moves, node = tables.of(dims.types[value]), [move for move, _, _ in counted], value[0]
         key = (table, tuple(moves))
         chunks = regions.chunkable.get(value, frozenset())
@@ -354,12 +355,15 @@ def _count_moves(
                 more[feature(CHUNKED, move.axis, axes)] += least[1 + axes + move.axis, i] * times
 
 
-def _readers(program: Program, assignment: Assignment) -> Mapping[tuple[Value, bool], list[tuple[fx.Node, Layout]]]:
-    """Operators by which either pass itself reads a value, in order, each with the layout that it wants."""
+def _readers(
+    program: Program, assignment: Assignment, values: Container[Value]
+) -> Mapping[tuple[Value, bool], list[tuple[fx.Node, Layout]]]:
+    """Operators by which either pass itself reads some values, in order, each with the layout that it wants."""
     found: dict[tuple[Value, bool], list[tuple[fx.Node, Layout]]] = defaultdict(list)
     for node, sources in program.sources.items():
         for source, layout in zip(sources, assignment.inputs[node], strict=True):
-            found[source, is_backward(node)].append((node, layout))
+            if source in values:
+                found[source, is_backward(node)].append((node, layout))
     return found
 
 
