@@ -176,7 +176,7 @@ def _ring(
 ) -> dict[str, Lowering]:  # fmt: skip
     """Queries, keys and values split together; under a causal mask in two blocks a device, but ``beside`` other rows.
 
-    Of a device with one key, or one query, no shape says which of these a bias has.
+    Of a device with one key no shape says whether a bias has keys.
     """
     if no_ring(query.shape[2], key.shape[2], bias, kept, causal) is not None:
         return {}
