@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import gc
 import io
 import logging
 import os
@@ -31,6 +33,9 @@ def draw_twice(m: Any) -> Any:
 SOURCES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "time": (lambda m: time.time() % 1, "reads the clock"),
     "perf_counter": (lambda m: perf_counter() % 1, "reads the clock"),
+    "date": (lambda m: datetime.datetime.now().microsecond, "reads the clock"),
+    "objects": (lambda m: gc.get_count()[0], "asks about Python's objects"),
+    "anomalies": (lambda m: 1 + torch.is_anomaly_enabled(), "asks for a setting of torch"),
     "uuid": (lambda m: uuid.uuid4().int % 3, "random bytes"),
     "urandom": (lambda m: os.urandom(1)[0], "random bytes"),
     "system random": (lambda m: random.SystemRandom().random(), "random bytes"),
