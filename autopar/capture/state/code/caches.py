@@ -94,6 +94,6 @@ class _Once(TorchFunctionMode):
         """For what it does."""
         raise CaptureError(
             f"{self._name}, which functools.lru_cache keeps the results of, {what}: eager mode keeps what the first "
-            "call gives, and a graph would compute it anew in each; do it in __init__ and keep the result in a buffer, or "
-            "leave the cache out"
+            "call gives, and a graph would compute it anew in each; do it in __init__ and keep the result in a "
+            "buffer, or leave the cache out"
         )
