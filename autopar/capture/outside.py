@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.capture.origins import is_installed, is_standard, is_users_file
 from autopar.errors import CaptureError
@@ -130,6 +131,26 @@ def refused(spaces: Sequence[dict[str, Any]], seeded: list[str]) -> Iterator[Non
     finally:
         for space, name, function in put:
             space[name] = function
+
+
+@contextlib.contextmanager
+def counting_optimizers_refused() -> Iterator[None]:
+    """While it lasts, only optimizers that count no steps may run in the model's forward."""
+    handle = register_optimizer_step_pre_hook(_refuse_counting)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _refuse_counting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, torch.optim.SGD):
+        return
+    raise CaptureError(
+        f"the model runs the optimizer {type(optimizer).__name__} in forward, whose count of steps is a tensor in "
+        "float32: a graph would compute with that, where eager mode takes the number in it; use SGD, or write the "
+        "update out"
+    )
 
 
 class _OfDates(type):
