@@ -31,7 +31,7 @@ _KNOWN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.set_float32_matmul_precision,
     ),
     "numpy's errors": (
-        lambda: sys.intern(" ".join(np.geterr().values())),
+        lambda: sys.intern(" ".join(map(str, np.geterr().values()))),
         lambda text: np.seterr(**dict(zip(np.geterr(), text.split(), strict=True))),
     ),
     "flash attention": (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),

@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, MappingView
+from collections.abc import Collection, ItemsView, Iterator, KeysView, Mapping, MappingView, ValuesView
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
     if isinstance(value, Mapping):
         inner = [(("item", k), v) for k, v in value.items()]
         return inner + attributes_of(value) if type(value) is not dict else inner
-    if isinstance(value, list | tuple | deque | MappingView):
+    if isinstance(value, list | tuple | deque | KeysView | ValuesView | ItemsView):
         inner = [(("item", i), v) for i, v in enumerate(value)]
         return inner if type(value) in (list, tuple) else inner + attributes_of(value)
     if isinstance(value, set | frozenset | weakref.WeakSet):

@@ -79,8 +79,9 @@ class Names:
         found[0].update(strings)
         found[1].update(strings)
         modules = [t for t in texts if all(map(str.isidentifier, t.split(".")))] if IMPORTING & named else []
+        named_globals, attributes = map(tuple, found)
         imported = tuple(imports.items())
-        return cls(*map(tuple, found), imported, frozenset(assigned), tuple(modules), tuple(strings))
+        return cls(named_globals, attributes, imported, frozenset(assigned), tuple(modules), tuple(strings))
 
 
 def _code_in_texts(texts: Iterable[str]) -> list[types.CodeType]:

@@ -170,7 +170,7 @@ class Search:
         self._classes: dict[type, None] = {}
         self._of_some_class: list[Names] = []
         self._objects: dict[int, tuple[Any, str]] = {}
-        self._libraries: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
+        self._libraries: dict[int, tuple[Mapping[str, Any], str, set[str]]] = {}
         self._modules: dict[str, types.ModuleType] = {}
         self._links: list[tuple[Any, str, Any]] = []
         self._held: dict[int, tuple[Any, list[Any]]] = {}
