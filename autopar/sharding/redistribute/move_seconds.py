@@ -231,26 +231,31 @@ class MoveSeconds:
             moves: in their order.
             chunks: kinds of collectives beside which there is a product of their rows.
         """
-        axes = len(self.machine.sizes)
-        found = np.zeros((2 + 3 * axes, len(moves)))
-        found[0], found[-1] = self.local_seconds(moves), self.waits(moves)
-        sent, messages = self.sent_seconds(moves), self.message_seconds(moves)
-        for i, move in enumerate(moves):
-            found[1 + move.axis, i], found[1 + 2 * axes + move.axis, i] = sent[i] - messages[i], messages[i]
-        if not chunks:
-            return found
-        units = [self._units(move, chunks) for move in moves]
         gone: set[int] = set()
+        units = [self._units(move, chunks) for move in moves]
         for i, (move, then) in enumerate(itertools.pairwise(moves)):
-            joined = self._joined_units(move, then, chunks)
+            joined = self.joins(move, then, chunks)
             if joined:
                 exchange = i if move.kind == "all_to_all" else i + 1
                 gone.add(exchange)
                 units[2 * i + 1 - exchange] = joined
+        found = self._told_apart(moves, units)
+        found[:, sorted(gone)] = 0
+        return found
+
+    def alone_seconds(self, moves: Sequence[Move], chunks: Kinds = frozenset()) -> NDArray[np.float64]:
+        """The same of moves that do not follow one another."""
+        return self._told_apart(moves, [self._units(move, chunks) for move in moves])
+
+    def _told_apart(self, moves: Sequence[Move], units: Sequence[int]) -> NDArray[np.float64]:
+        axes = len(self.machine.sizes)
+        found = np.zeros((2 + 3 * axes, len(moves)))
+        found[0], found[-1] = self.local_seconds(moves), self.waits(moves)
+        sent, messages = self.sent_seconds(moves), self.message_seconds(moves)
+        axis, every = np.array([move.axis for move in moves], dtype=np.int64), np.arange(len(moves))
+        found[1 + axis, every], found[1 + 2 * axes + axis, every] = sent - messages, messages
         for i, move in enumerate(moves):
-            if i in gone:
-                found[:, i] = 0
-            elif units[i] > 1:
+            if units[i] > 1:
                 size, link = self._moved_bytes(move), self.machine.links[move.axis]
                 first = float(COLLECTIVES[move.collective](size / units[i], self.machine.sizes[move.axis], link))
                 first = min(first + self.machine.device.launch, float(sent[i]))
@@ -260,14 +265,14 @@ class MoveSeconds:
 
     def _units(self, move: Move, chunks: Kinds) -> int:
         """Into how many pieces chunks may cut a move's collective; 0: it stays whole."""
-        if move.kind not in chunks or self.machine.sizes[move.axis] == 1:
+        if not chunks or move.kind not in chunks or self.machine.sizes[move.axis] == 1:
             return 0
         return PIECES if move.kind == "all_reduce" else self._blocks(move.source, move.target, move.axis)
 
-    def _joined_units(self, move: Move, then: Move, chunks: Kinds) -> int:
+    def joins(self, move: Move, then: Move, chunks: Kinds) -> int:
         """The same of two moves, one of which only exchanges blocks for the other, which is then left out."""
         gathers = (move.kind, then.kind) == ("all_to_all", "all_gather")
-        if move.axis != then.axis or move.target != then.source or self.machine.sizes[move.axis] == 1:
+        if not chunks or move.axis != then.axis or move.target != then.source or self.machine.sizes[move.axis] == 1:
             return 0
         if not gathers and (move.kind, then.kind) != ("reduce_scatter", "all_to_all"):
             return 0
