@@ -113,42 +113,48 @@ def bound_by_axes(
     machine: Machine,
     restrictions: Restrictions,
     weights: Weights | None = None,
+    blocks: Sequence[Sequence[int]] | None = None,
 ) -> tuple[float, list[Claim]]:
     """Seconds that no plan on any of the axes can undercut; memory is not counted, so it holds for every budget.
 
     Returns:
-        Seconds that no plan avoids, and a claim for each axis; the bound is the sum of all.
+        Seconds that no plan avoids, and a claim for each block of axes; the bound is the sum of all.
     """
     fixed, claims, devices = 0.0, list[Claim](), math.prod(machine.sizes)
-    for axis, (name, n, link) in enumerate(zip(machine.names, machine.sizes, machine.links, strict=True)):
-        others = devices // n
+    for block in blocks or [(axis,) for axis in range(len(machine.sizes))]:
+        names, sizes, links = ([of[axis] for axis in block] for of in (machine.names, machine.sizes, machine.links))
+        others = devices // math.prod(sizes)
         # With every other axis splitting it, each tensor is `others` times smaller: the same as a faster machine.
-        fast = replace(link, bandwidth=link.bandwidth * others)
+        fast = tuple(replace(link, bandwidth=link.bandwidth * others) for link in links)
         device = replace(machine.device, bandwidth=machine.device.bandwidth * others)
-        quantized = tuple(q for q in machine.quantized if q.axis == name)
-        single = Machine((name,), (n,), (fast,), device, quantized)
+        quantized = tuple(q for q in machine.quantized if q.axis in names)
+        part = Machine(tuple(names), tuple(sizes), fast, device, quantized)
         limits = Restrictions(
-            layouts=_project(restrictions.layouts, axis),
+            layouts=_project(restrictions.layouts, block),
             data_axes_only=restrictions.data_axes_only,
-            placements=_project(restrictions.placements, axis),
-            strategies=_project(restrictions.strategies, axis),
+            placements=_project(restrictions.placements, block),
+            strategies=_project(restrictions.strategies, block),
         )
-        own = weights and weights.of_axis(axis)
-        built = build(program, dims, classes, Tables(single), MemoryModel(defaultdict(float)), limits, own)
-        problem, share = _share(built, dims, classes, machine, n, own)
+        own = weights and weights.of_axes(block)
+        built = build(program, dims, classes, Tables(part), MemoryModel(defaultdict(float)), limits, own)
+        problem, fixed = _share(built, dims, classes, machine, sizes, own)  # the same for every block
         claims.append(Claim(problem, solve(problem, gap=1e-4).lower_bound))
-        fixed = share  # the same for every axis
     return fixed, claims
 
 
-def _project(decided: Mapping[Any, Sequence[Any]], axis: int) -> dict[Any, tuple[Any]]:
-    return {key: (of_axes[axis],) for key, of_axes in decided.items()}
+def _project(decided: Mapping[Any, Sequence[Any]], block: Sequence[int]) -> dict[Any, tuple[Any, ...]]:
+    return {key: tuple(of_axes[axis] for axis in block) for key, of_axes in decided.items()}
 
 
 def _share(
-    built: Formulation, dims: Dims, classes: LayerClasses, machine: Machine, n: int, weights: Weights | None
+    built: Formulation,
+    dims: Dims,
+    classes: LayerClasses,
+    machine: Machine,
+    sizes: Sequence[int],
+    weights: Weights | None,
 ) -> tuple[Problem, float]:
-    """The axis's part of the compute bound in place of the operators' costs, and the part that no plan avoids."""
+    """The block's part of the compute bound in place of the operators' costs, and the part that no plan avoids."""
     nodes = []
     devices = math.prod(machine.sizes)
     base = 0.0
@@ -163,6 +169,7 @@ def _share(
         ideal = price * variable.count * float(operator_seconds(operator, whole, alone)[0]) / devices
         launch = price * variable.count * machine.device.launch if ideal > 0 else 0.0
         base += ideal + launch
-        splits = np.array([s.splits for s in variable.choices.strategies])[variable.choices.choice[:, 0]]
-        nodes.append(Node(node.name, np.where(splits, 0.0, ideal * (n - 1)), node.memory))
+        splits = np.array([s.splits for s in variable.choices.strategies])[variable.choices.choice]
+        again = np.where(splits, 1, sizes).prod(1) - 1
+        nodes.append(Node(node.name, ideal * again, node.memory))
     return Problem(tuple(nodes), built.problem.edges), base

@@ -124,7 +124,7 @@ class Redistributions(MoveSeconds):
     @cached_property
     def _paths(self) -> ShortestPaths:
         ends = [(self.index[arc[0].source], self.index[arc[-1].target]) for arc in self._arcs]
-        lengths = self._of_arcs(self.move_seconds([move for arc in self._arcs for move in arc]))
+        lengths = self._own(frozenset())[:, :-1].sum(0)
         return ShortestPaths(len(self.layouts), np.array(ends, dtype=np.int64).reshape(-1, 2), lengths)
 
     def _of_arcs(self, of_moves: Floats) -> Floats:
@@ -171,7 +171,8 @@ class Redistributions(MoveSeconds):
     def _own(self, chunks: Kinds) -> Floats:
         """``[2 + 3 axes, arcs + 1]``: seconds of each arc by itself; the last one is none."""
         if chunks not in self._alone:
-            found = self._of_arcs(self.alone_seconds([move for arc in self._arcs for move in arc], chunks))
+            moves = [move for arc in self._arcs for move in arc]
+            found = self._of_arcs(self.apart_seconds(moves, self.units(moves, chunks)))
             self._alone[chunks] = np.concatenate([found, np.zeros((len(found), 1))], axis=1)
         return self._alone[chunks]
 

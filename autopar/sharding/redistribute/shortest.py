@@ -83,18 +83,23 @@ class ShortestPaths:
             self._find_some(missing[start : start + few])
 
     def _find_some(self, sources: Ints) -> None:
-        every = np.arange(len(sources))
-        distance = np.full((len(sources), self.count), np.inf)
-        distance[every, sources] = 0.0
+        # A row for each node, so that what is gathered lies in a row.
+        distance = np.full((self.count, len(sources)), np.inf)
+        distance[sources, np.arange(len(sources))] = 0.0
         last = np.full(distance.shape, NO_ARC, dtype=np.int32)
-        leads_from, lengths = self._from[self._into], self._length[self._into]
-        better = np.ones(1, dtype=bool)
-        while better.any():
-            through = distance[:, leads_from] + lengths
-            best = through.argmin(2)
-            shortest = np.take_along_axis(through, best[:, :, None], 2)[:, :, 0]
+        near = np.zeros(self.count, dtype=bool)
+        near[sources] = True
+        while near.any():
+            # Nodes that an arc leads to from one whose paths became shorter.
+            nodes = np.flatnonzero(near[self._from[self._into]].any(1))
+            into = self._into[nodes]
+            through = distance[self._from[into]] + self._length[into][:, :, None]
+            best = through.argmin(1)
+            shortest = np.take_along_axis(through, best[:, None, :], 1)[:, 0]
             # Strictly shorter only: among equal paths one of the fewest arcs stays, in every process.
-            better = shortest < distance
-            np.copyto(distance, shortest, where=better)
-            np.copyto(last, self._into[np.arange(self.count), best].astype(np.int32), where=better)
-        self._seconds[sources], self._last[sources], self._known[sources] = distance, last, True
+            better = shortest < distance[nodes]
+            distance[nodes] = np.where(better, shortest, distance[nodes])
+            last[nodes] = np.where(better, np.take_along_axis(into, best, 1), last[nodes])
+            near[:] = False
+            near[nodes] = better.any(1)
+        self._seconds[sources], self._last[sources], self._known[sources] = distance.T, last.T, True
