@@ -40,8 +40,8 @@ from autopar.sharding.redistribute import Tables
 from autopar.sharding.redistribute.moves import Machine
 
 WORTHWHILE = 2e-3
-"""Share of all kernels' seconds above which each candidate of an operator is looked at for a bound, unless it is lowered
-to several, which takes long: products take more than their part where they are small, and little else does."""
+"""Share of all kernels' seconds above which each candidate of an operator is looked at for a bound, unless it is
+lowered to several, which takes long: products take more than their part where they are small, and little else does."""
 
 Make = Callable[[Restrictions], Formulation]
 Progress = Callable[[str, float, float], None]
@@ -154,13 +154,14 @@ def bound_by_axes(
     blocks = [tuple(sorted(axes[:together])), *((axis,) for axis in axes[together:])]
     fixed, claims, devices = 0.0, list[Claim](), math.prod(machine.sizes)
     for block in blocks:
-        names, sizes, links = ([of[axis] for axis in block] for of in (machine.names, machine.sizes, machine.links))
+        names, sizes = tuple(machine.names[a] for a in block), tuple(machine.sizes[a] for a in block)
         others = devices // math.prod(sizes)
         # With every other axis splitting it, each tensor is `others` times smaller: the same as a faster machine.
+        links = (machine.links[axis] for axis in block)
         fast = tuple(replace(link, bandwidth=link.bandwidth * others) for link in links)
         device = replace(machine.device, bandwidth=machine.device.bandwidth * others)
         quantized = tuple(q for q in machine.quantized if q.axis in names)
-        part = Machine(tuple(names), tuple(sizes), fast, device, quantized)
+        part = Machine(names, sizes, fast, device, quantized)
         limits = Restrictions(
             layouts=_project(restrictions.layouts, block),
             data_axes_only=restrictions.data_axes_only,

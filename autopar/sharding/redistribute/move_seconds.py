@@ -96,7 +96,7 @@ class MoveSeconds:
     def _moved_bytes(self, moves: Sequence[Move], ends: NDArray[np.int64]) -> NDArray[np.float64]:
         """`moved_bytes` of each move, by the parts that are known already."""
         kinds = {move.kind: sent_whole(self.type, move) for move in moves}
-        found = np.array([kinds[move.kind] for move in moves]) / self.parts[ends].min(1)
+        found: NDArray[np.float64] = np.array([kinds[move.kind] for move in moves]) / self.parts[ends].min(1)
         for i, move in enumerate(moves):
             if move.bits:
                 found[i] = moved_bytes(self.type, move, self.machine.sizes, self.machine.load)
@@ -257,8 +257,7 @@ class MoveSeconds:
         alone = self._sent_seconds(moves, size, tuple(map(_without_latency, links)), 0)
         axis, every = np.array([move.axis for move in moves], dtype=np.int64), np.arange(len(moves))
         found[1 + axis, every], found[1 + 2 * axes + axis, every] = alone, sent - alone
-        for i in np.flatnonzero(np.array(units) > 1):
-            move = moves[i]
+        for i, move in ((i, moves[i]) for i, pieces in enumerate(units) if pieces > 1):
             first = float(COLLECTIVES[move.collective](size[i] / units[i], sizes[move.axis], links[move.axis]))
             first = min(first + self.machine.device.launch, float(sent[i]))
             found[1 + axes + move.axis, i] = sent[i] - first
