@@ -20,8 +20,8 @@ from autopar.capture.functions.chunk_states import ChunkStates
 from autopar.capture.functions.kinds import classes_of_eager, mark_parameter
 from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
-from autopar.capture.outside import refused
-from autopar.capture.state.code.scope import uncached
+from autopar.capture.outside import counting_optimizers_refused, refused
+from autopar.capture.state.code.caches import uncached
 from autopar.capture.state.hooks import Hooks, Observation, Place, observations
 from autopar.capture.state.record import Record
 from autopar.capture.state.slots import tensor_attributes, where_kept
@@ -223,8 +223,9 @@ class Harness(nn.Module):
         ]
         try:
             with (
-                uncached(reached.scopes),
+                uncached(reached.scopes, self.model.parameters),
                 refused(reached.globals, self.seen.seeded),
+                counting_optimizers_refused(),
                 classes_of_eager(reached.globals),
                 Regions(self._recomputed).recorded(),
                 origins.recorded(),

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import datetime
 import functools
+import gc
 import io
 import os
 import random
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.capture.origins import is_installed, is_standard, is_users_file
 from autopar.errors import CaptureError
@@ -43,6 +46,8 @@ _FREE = (
     "asks how much memory is in use",
     "decide before the call, and keep the decision in an attribute; what a plan may use is memory= of parallelize()",
 )
+_TRACED = "asks for a setting of torch that is another one while it is captured", _ENTRY[1]
+_OBJECTS = "asks about Python's objects", "ask before the call, and keep the answer in an attribute"
 _SEED = "seeds torch's generator", "seed it before the call, or draw the numbers outside and pass them"
 _FOLDED = (
     "linearizes a function, whose derivative torch folds to constants",
@@ -63,6 +68,9 @@ _SOURCES: tuple[tuple[ModuleType, tuple[str, ...], tuple[str, str]], ...] = (
     (os.path, ("exists", "isfile", "isdir", "getmtime", "getsize"), _ENTRY),
     (threading, ("active_count", "current_thread", "get_ident", "get_native_id"), _THREADS),
     (torch, ("get_num_threads", "get_num_interop_threads"), _THREADS),
+    (torch, ("is_anomaly_enabled",), _TRACED),
+    (gc, ("get_count", "get_objects", "get_referrers", "get_stats"), _OBJECTS),
+    (sys, ("getrefcount",), _OBJECTS),
     (torch.cuda, ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info",
                   "memory_stats"), _FREE),
     (np, ("load", "loadtxt", "genfromtxt", "fromfile", "memmap"), _FILE),
@@ -83,7 +91,7 @@ _FLAGS = (
 )
 """Flags of torch's libraries, which are read as attributes of a module; capture sets some of them itself."""
 
-_OF_ITSELF = (_CLOCK, _ENTRY, _THREADS, _FREE)
+_OF_ITSELF = (_CLOCK, _ENTRY, _THREADS, _FREE, _OBJECTS)
 """What Python's own code asks for itself, and not for its caller: of a record of `logging`, say, or to show a line."""
 
 _SETS = frozenset(("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"))
@@ -110,6 +118,9 @@ def refused(spaces: Sequence[dict[str, Any]], seeded: list[str]) -> Iterator[Non
                 id(function), functools.partial(_refuse, f"{module.__name__}.{name}", why, function, seeded)
             )
             put.append((vars(module), name, function))
+    for kind in (datetime.datetime, datetime.date):  # whose methods cannot be replaced
+        refusing[id(kind)] = _OfDates(kind.__name__, (), {"own": kind, "seeded": seeded})
+        put.append((vars(datetime), kind.__name__, kind))
     for space in spaces:  # from time import time
         put += [(space, n, v) for n, v in space.items() if id(v) in refusing]
     try:
@@ -120,6 +131,46 @@ def refused(spaces: Sequence[dict[str, Any]], seeded: list[str]) -> Iterator[Non
     finally:
         for space, name, function in put:
             space[name] = function
+
+
+@contextlib.contextmanager
+def counting_optimizers_refused() -> Iterator[None]:
+    """While it lasts, only optimizers that count no steps may run in the model's forward."""
+    handle = register_optimizer_step_pre_hook(_refuse_counting)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _refuse_counting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, torch.optim.SGD):
+        return
+    raise CaptureError(
+        f"the model runs the optimizer {type(optimizer).__name__} in forward, whose count of steps is a tensor in "
+        "float32: a graph would compute with that, where eager mode takes the number in it; use SGD, or write the "
+        "update out"
+    )
+
+
+class _OfDates(type):
+    """Classes of dates that refuse to be asked for now, and are otherwise those of `datetime`."""
+
+    own: type
+    seeded: list[str]
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.own)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.own(*args, **kwargs)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name not in ("now", "utcnow", "today"):
+            return getattr(cls.own, name)
+        return functools.partial(
+            _refuse, f"datetime.{cls.own.__name__}.{name}", _CLOCK, getattr(cls.own, name), cls.seeded
+        )
 
 
 class _Flag:

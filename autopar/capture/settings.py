@@ -1,4 +1,4 @@
-"""What is set for the whole process: `SETTINGS` of torch, which a model may ask for, and functions of libraries.
+"""What is set for the whole process: `SETTINGS`, of torch and numpy, which a model may ask for; functions of libraries.
 
 A script may put others in the place of these: ``F.scaled_dot_product_attention = mine``.
 """
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -29,6 +30,10 @@ _KNOWN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda: sys.intern(torch.get_float32_matmul_precision()),
         torch.set_float32_matmul_precision,
     ),
+    "numpy's errors": (
+        lambda: sys.intern(" ".join(map(str, np.geterr().values()))),
+        lambda text: np.seterr(**dict(zip(np.geterr(), text.split(), strict=True))),
+    ),
     "flash attention": (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
     "memory-efficient attention": (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
     "attention by matmul": (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
@@ -47,7 +52,7 @@ class _Settings(MutableMapping[str, Any]):
         _KNOWN[name][1](value)
 
     def __delitem__(self, name: str) -> None:
-        raise TypeError(f"torch has a {name} always")
+        raise TypeError(f"there is a {name} always")
 
     def __iter__(self) -> Iterator[str]:
         return iter(_KNOWN)
@@ -93,11 +98,13 @@ class Libraries:
         """
         values = list(vars(functional).values())
         for space, _, own in names:
-            values += map(space.get, own)
+            # Of lists (`sys.argv`) what is in them: they change in place.
+            values += [tuple(v) if type(v) is list else v for v in map(space.get, own)]
         if names is not self._names or not _equal(values, self._values):
             spaces = ((vars(functional), functional.__name__, tuple(vars(functional))), *names)
-            found = [(f"{label}.{n}", space.get(n)) for space, label, own in spaces for n in own]
-            self._names, self._values, self._found = names, values, {n: same(v) for n, v in found}
+            found = [f"{label}.{n}" for _, label, own in spaces for n in own]
+            self._names, self._values = names, values
+            self._found = {n: same(v) for n, v in zip(found, values, strict=True)}
         return self._found
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from autopar.costs.collectives import wire_bytes
-from autopar.ir.graph import map_nodes
+from autopar.errors import VerifyError
+from autopar.ir.graph import map_nodes, user_line
 from autopar.ir.node_info import graph_info, info
 from autopar.ir.ops.balanced_attention import swap_blocks, swapped
 from autopar.ir.ops.collectives import COALESCED, GROUP_ARGUMENT, IN_PLACE, axis_index, c10d
@@ -162,8 +163,28 @@ def _run_node(
         try:
             results.append(target(*args, **kwargs))
         except Exception as e:
+            _require_float64(node, target, args, kwargs, e)
             raise RuntimeError(f"node {node.name} ({target}) failed on rank {rank}: {e}") from e
     return results
+
+
+def _require_float64(node: fx.Node, target: Any, args: Any, kwargs: Any, error: Exception) -> None:
+    """Say so where an operator has a kernel for float32 that it has not for float64."""
+    single = [
+        torch.float32 if a is torch.float64 else a.float() if _is_double(a) else a for a in (*args, *kwargs.values())
+    ]
+    try:
+        target(*single[: len(args)], **dict(zip(kwargs, single[len(args) :], strict=True)))
+    except Exception:
+        return
+    raise VerifyError(
+        f"{target} (node {node.name}, {user_line(node)}) has no kernel for float64, in which verify computes: {error}; "
+        "verify the model without it (fake quantization off, say): training takes float32 there"
+    ) from error
+
+
+def _is_double(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float64
 
 
 def _together(environment: dict[fx.Node, list[Any]], nodes: Sequence[fx.Node]) -> list[Sequence[Any]]:

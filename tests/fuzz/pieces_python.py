@@ -76,6 +76,16 @@ CHANGED = (
     Piece("default dtype changed", "h = h * torch.tensor(1 / 3).to(h.dtype)", start="torch.set_default_dtype(torch.float32)",
           change="torch.set_default_dtype(torch.float64)"),
     Piece("callback added", "for PPc in self.PPcs:\n    h = PPc(h)", "self.PPcs = [torch.tanh]", change="MM.PPcs.append(torch.sin)"),
+    Piece("function in nested containers", "for PPn, PPf in PPFS['a']:\n    h = PPf(h)",
+          top="PPK = [1.5]\nPPFS = {'a': [('one', lambda h: h * PPK[0])]}", start="PPK[0] = 1.5", change="PPK[0] = 0.5"),
+    Piece("attribute of a list", "h = h * self.PPc.scale * self.PPc[0]", "self.PPc = PPList([1.0])\nself.PPc.scale = 1.5",
+          "class PPList(list):\n    pass", change="MM.PPc.scale = 0.5"),
+    Piece("getattr of a module", "h = h * self.PPm.made", "self.PPm = PPLayer()",
+          "PPS = {'made': 1.5}\n\n\nclass PPLayer(nn.Module):\n    def __getattr__(self, name):\n"
+          "        return PPS[name] if name in PPS else super().__getattr__(name)",
+          start="PPS['made'] = 1.5", change="PPS['made'] = 0.5"),
+    Piece("name of a function rebound", "h = PPACT(h)", top="PPACT = torch.tanh", start="globals()['PPACT'] = torch.tanh",
+          change="globals()['PPACT'] = F.gelu"),
     Piece("module in a plain list", "h = self.PPm[0](h).detach() + h", "self.PPm = [nn.Linear(CC, CC).double()]",
           change="with torch.no_grad():\n    MM.PPm[0].weight.mul_(0.5)"),
 )  # fmt: skip

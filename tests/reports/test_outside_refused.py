@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import gc
 import io
 import logging
 import os
@@ -28,9 +30,20 @@ def draw_twice(m: Any) -> Any:
     return first + torch.rand(())
 
 
+def inner_step(m: Any) -> Any:
+    weight = torch.ones(3, requires_grad=True)
+    weight.grad = torch.ones(3)
+    torch.optim.Adam([weight]).step()
+    return weight.detach().sum()
+
+
 SOURCES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "time": (lambda m: time.time() % 1, "reads the clock"),
     "perf_counter": (lambda m: perf_counter() % 1, "reads the clock"),
+    "date": (lambda m: datetime.datetime.now().microsecond, "reads the clock"),
+    "optimizer": (inner_step, "runs the optimizer Adam in forward"),
+    "objects": (lambda m: gc.get_count()[0], "asks about Python's objects"),
+    "anomalies": (lambda m: 1 + torch.is_anomaly_enabled(), "asks for a setting of torch"),
     "uuid": (lambda m: uuid.uuid4().int % 3, "random bytes"),
     "urandom": (lambda m: os.urandom(1)[0], "random bytes"),
     "system random": (lambda m: random.SystemRandom().random(), "random bytes"),

@@ -183,3 +183,20 @@ def test_models_with_a_lock_are_copied() -> None:
 def test_attributes_that_cannot_be_copied_are_named(value: object) -> None:
     with pytest.raises(ValueError, match=r"cannot copy the \w+ in 'value' of the root \(Holding\)"):
         autopar.verify(Holding(value), (torch.ones(2, 4),), {"data": 2}, plan="random")
+
+
+def test_an_operator_without_float64() -> None:
+    """Verify computes in float64, and says where that cannot be."""
+
+    class Quantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x).float()
+            h = torch.fake_quantize_per_channel_affine(h, torch.full((4,), 0.1), torch.zeros(4), 1, -128, 127)
+            return h.square().mean()
+
+    with pytest.raises(VerifyError, match=r"fake_quantize.*test_verify.py:\d+.* has no kernel for float64"):
+        autopar.verify(Quantized(), (torch.ones(4, 4),), {"data": 2}, plan="random", seed=0)

@@ -28,6 +28,12 @@ _REASONS = (
         "it calls backward(); take torch.autograd.grad(loss, tensors, create_graph=True) of what the call computes",
     ),
     (
+        "appears to not have been used in the graph",
+        "it takes a gradient for a tensor that the result was not computed of; in an autograd function that saves "
+        "parameters and computes anew, what it calls has others: use torch.utils.checkpoint.checkpoint(function, x, "
+        "use_reentrant=False), or compute with the saved ones (torch.func.functional_call)",
+    ),
+    (
         "mutating a non-functional tensor",
         "a backward pass writes to a tensor of the model in place; do that in forward, under torch.no_grad()",
     ),

@@ -33,31 +33,29 @@ def is_reordered(container: Any, before: Mapping[Step, Any], now: Mapping[Step, 
     """Whether items of a dict have changed their order: it is none in which assignments would put new ones."""
     if not isinstance(container, dict):
         return False
-    kept = [s for s in before if s in now]
-    return list(map(hash, now)) != list(map(hash, [*kept, *(s for s in now if s not in before)]))
+    items = [s for s in now if s[0] == "item"]  # behind which attributes come
+    kept = [s for s in before if s in now and s[0] == "item"]
+    return list(map(hash, items)) != list(map(hash, [*kept, *(s for s in items if s not in before)]))
 
 
 def restore(container: Any, before: Mapping[Step, Any]) -> None:
     """Make a container hold just what it held."""
     # In place: others may refer to the same list.
-    if isinstance(container, list | deque):
+    if isinstance(container, list | deque | set):
+        items = [v for (kind, _), v in before.items() if kind == "item"]
         container.clear()
-        container.extend(before.values())
-    elif isinstance(container, set):
-        container.clear()
-        container.update(before.values())
-    else:
-        now = contents(container)
-        # What a dict does not have any more would come to be its last item.
-        anew = isinstance(container, dict) and list(map(hash, now)) != list(map(hash, before))
-        for step in now:
-            if step not in before or (anew and step[0] == "item"):
-                delete(container, step)
-        now = contents(container)
-        # Only what has changed: an assignment may run the user's __setitem__.
-        for step, value in before.items():
-            if step not in now or now[step] is not value:
-                put(container, step, value)
+        container.update(items) if isinstance(container, set) else container.extend(items)
+    now = contents(container)
+    # What a dict does not have any more would come to be its last item.
+    anew = isinstance(container, dict) and list(map(hash, now)) != list(map(hash, before))
+    for step in now:
+        if step not in before or (anew and step[0] == "item"):
+            delete(container, step)
+    now = contents(container)
+    # Only what has changed: an assignment may run the user's __setitem__.
+    for step, value in before.items():
+        if step not in now or now[step] is not value:
+            put(container, step, value)
 
 
 def put(container: Any, step: Step, value: Any) -> None:

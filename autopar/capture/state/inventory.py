@@ -48,8 +48,8 @@ class Inventory:
         self._own = [m for _, m in self.modules]
         self._tables = [getattr(m, name) for m in self._own for name in TABLES]
         self._filled = [t for t in self._tables if t]
-        tensors = (t for m in self._own for table in (m._parameters, m._buffers) for t in table.values())
-        self._tensors = list({id(t): t for t in tensors if t is not None}.values())
+        tensors = (t for m in self._own for table in (m._parameters, m._buffers, vars(m)) for t in table.values())
+        self._tensors = list({id(t): t for t in tensors if isinstance(t, torch.Tensor)}.values())
         self._set = [(vars(t), n) for t in self._tensors for n in attributes(t)]
         self._lengths, self._names, self._objects = self._sizes(), self._keys(), list(self._now())
 

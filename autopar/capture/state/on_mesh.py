@@ -56,9 +56,13 @@ def _whole_in(value: Any, whole: Whole, inputs: frozenset[int], seen: set[int], 
     new = [_whole_in(v, whole, inputs, seen, depth + 1) for _, v in inner]
     if not any(changed for _, changed in new):
         return value, False
-    kind, values = type(value), [v for v, _ in new]
+    kind, values = type(value), [v for (v, _), ((how, _), _) in zip(new, inner, strict=True) if how == "item"]
     if isinstance(value, tuple | set | frozenset):  # which have no items to set
-        return kind(*values) if hasattr(value, "_fields") else kind(values), True
+        made = kind(*values) if hasattr(value, "_fields") else kind(values)
+        for ((how, key), _), (now, _) in zip(inner, new, strict=True):
+            if how == "attr":
+                set_attribute(made, key, now)
+        return made, True
     for ((how, key), old), (now, _) in zip(inner, new, strict=True):
         if now is not old:
             (value.__setitem__(key, now) if how == "item" else set_attribute(value, key, now))

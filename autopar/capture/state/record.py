@@ -12,7 +12,7 @@ import types
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MappingView
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,6 +38,7 @@ from autopar.capture.state.values import (
     children,
     globals_of,
     set_generator_state,
+    slots_of,
     state_of_generator,
 )
 from autopar.capture.state.writes import DELETED, Replay, Write
@@ -50,7 +51,7 @@ LARGEST_ARRAY = 2**26
 Array: TypeAlias = "np.ndarray[Any, Any] | bytearray | memoryview | array[Any]"
 
 
-_FIXED = (tuple, set, frozenset, weakref.ref)
+_FIXED = (tuple, set, frozenset, weakref.ref, weakref.WeakSet, MappingView, types.MappingProxyType)
 """Containers whose items cannot be replaced one by one."""
 
 
@@ -72,6 +73,7 @@ class Record:
         for scope in self.reached.scopes:
             self._visit(SCOPES, (("scope", scope.owner),), scope, 0)
         for name, module in model.named_modules():
+            _require_no_slots(module)
             own = {("attr", n): v for n, v in own_attributes(module).items()}
             self._containers.append((name, (), module, own))
             for step, value in own.items():
@@ -211,7 +213,7 @@ class Record:
                 if module == SCOPES:
                     continue
                 raise _cannot_change(where, container)
-            if isinstance(container, types.FunctionType | tuple | weakref.ref):
+            if isinstance(container, (*_FIXED, types.FunctionType)) or type(container) in weakref.ProxyTypes:
                 raise _cannot_change(where, container)
             operations = operations_of(now[step]) if self._is_counted(module, at, now.get(step)) else None
             if step not in now:
@@ -343,6 +345,15 @@ class Record:
                     parts = (*module.split("."), name) if module else (name,)
                     return Existing("", tuple(("attr", part) for part in parts), tensor=True, weak=weak)
         return None
+
+
+def _require_no_slots(module: nn.Module) -> None:
+    """Refuse a module that keeps attributes elsewhere than torch's modules do."""
+    if names := slots_of(type(module)):
+        raise CaptureError(
+            f"{type(module).__name__} keeps {names[0]!r} in __slots__, where its changes are not seen; leave __slots__ "
+            "out, as torch.nn.Module does"
+        )
 
 
 def _opaque(value: Any, is_leaf: bool, where: str) -> Any:

@@ -47,7 +47,9 @@ class NewObject:
 
 
 def kind_of(value: Any) -> Any:
-    """The class of a container, for `NewObject`; of a defaultdict with its factory."""
+    """The class of a container, for `NewObject`; of a defaultdict with its factory, of a deque with its longest."""
+    if isinstance(value, deque):
+        return type(value), value.maxlen
     factory = getattr(value, "default_factory", None)
     return (type(value), factory) if factory is not None else type(value)
 
@@ -80,12 +82,17 @@ def build(model: nn.Module, skeleton: Skeleton, results: Any) -> Any:
 
 def _new_object(kind: Any, items: list[tuple[Step, Any]]) -> Any:
     entries = {key: v for (how, key), v in items if how == "item"}
-    if isinstance(kind, tuple):  # a defaultdict
-        return kind[0](kind[1], entries)
+    if isinstance(kind, tuple):
+        own, given = kind
+        return own(entries.values(), given) if issubclass(own, deque) else own(given, entries)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return kind(*entries.values())
-    if issubclass(kind, list | tuple | deque | set | frozenset):
-        return kind(entries.values())
+    if issubclass(kind, list | tuple | set | frozenset):
+        made = kind(entries.values())
+        for (how, key), v in items:
+            if how == "attr":
+                set_attribute(made, key, v)
+        return made
     # In the order in which they were inserted.
     if kind is dict:
         return entries

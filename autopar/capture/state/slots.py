@@ -7,6 +7,7 @@ every call, cheaply: what has not been assigned since is not described anew.
 from __future__ import annotations
 
 import inspect
+import logging
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -132,7 +133,7 @@ def hooks_of(model: nn.Module) -> tuple[types.FunctionType, ...]:
     return tuple(dict.fromkeys(h for h in hooks if isinstance(h, types.FunctionType)))
 
 
-_MUTABLE = (torch.Tensor, np.ndarray, *GENERATORS, *BUFFERS)
+_MUTABLE = (torch.Tensor, np.ndarray, logging.Logger, *GENERATORS, *BUFFERS)
 
 
 Contents = dict[int, tuple[Any, ...]]
@@ -250,12 +251,19 @@ class Slots:
             own = self._of_hooks(inventory, contents)
             if known.found.get(OF_HOOKS) is not own:
                 known.found = {**known.found, OF_HOOKS: own}
-        searched = self._searched(inventory, known.code)
-        rest = {SCOPES: self._of_scopes(searched.scopes, contents), OF_TORCH: self._of_settings(),
-                OF_LIBRARIES: self._of_library_names(searched)}  # fmt: skip
+        rest = self._outside(self._searched(inventory, known.code), contents)
         if any(known.found.get(name) is not own for name, own in rest.items()):
+            if self._search is not None and not self._search[1].leads_alike():
+                # Other functions than before read other names.
+                self._search = None
+                rest = self._outside(self._searched(inventory, known.code), contents)
             known.found = {**known.found, **rest}
         return known.found
+
+    def _outside(self, searched: Search, contents: Contents) -> Signature:
+        """The state that is in no module."""
+        return {SCOPES: self._of_scopes(searched.scopes, contents), OF_TORCH: self._of_settings(),
+                OF_LIBRARIES: self._of_library_names(searched)}  # fmt: skip
 
     def compute(self, hooks: Iterable[tuple[tuple[str, Path], frozenset[Path]]]) -> bool:
         """Take note of hooks that are part of a graph; whether one of them is new.
@@ -340,21 +348,21 @@ class Slots:
         """The state of one module."""
         buffers = _buffers_of(module)
         hooks = [v for name in HOOKS for v in getattr(module, name).values()]
-        tensors = {n: tensor_attributes(t) for n, t in (*module._parameters.items(), *module._buffers.items())
-                   if t is not None and vars(t)}  # fmt: skip
+        inputs = promoted(module)
+        named = (*module._parameters.items(), *module._buffers.items(), *inputs.items())
+        tensors = {n: tensor_attributes(t) for n, t in named if t is not None and vars(t)}
         # With their names: an object may get another one.
         values = (*vars(module), *vars(module).values(), *hooks)
         values += tuple([x for own in tensors.values() for x in (*own, *own.values())])
         known = self._unchanged((path, constants), values, buffers, contents)
         if known is not None:
             return known
-        inputs = () if constants else promoted(module)
         found, seen = _Description(values, buffers), set[int]()
         described = found.described
         described[("attr", "training"),] = module.training
         described.update({(("attr", name),): ("buffer", kind) for name, kind in buffers})
         for name, value in own_attributes(module).items():
-            if name in inputs:
+            if name in inputs and not constants:
                 # An input of the graph, as a buffer is: its values may change, its shape may not.
                 described[("attr", name),] = ("input", tuple(value.shape), value.dtype, value.device)
             else:
@@ -363,7 +371,8 @@ class Slots:
             contents.clear()  # of before
             return self._of(path, module, constants, contents)
         for tensor, own in tensors.items():
-            described.update({(("attr", tensor), ("attr", n)): describe(v) for n, v in own.items()})
+            for n, v in own.items():
+                found.add(walk(v, (("attr", tensor), ("attr", n)), seen), self._inputs, contents)
         for name in HOOKS:
             described[("attr", name),] = tuple(getattr(module, name))  # their order
             for number, hook in getattr(module, name).items():

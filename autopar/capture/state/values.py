@@ -7,12 +7,13 @@ import contextvars
 import enum
 import functools
 import hashlib
+import logging
 import random
 import sys
 import types
 import weakref
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Collection, ItemsView, Iterator, KeysView, Mapping, MappingView, ValuesView
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ BUFFERS = (bytearray, memoryview, array.array)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 """Generators of random numbers that are no tensors."""
 
+_VIEWS = (MappingView, weakref.WeakSet)
+
 DEEPEST = 12
 """Levels of containers in one another that are described."""
 
@@ -49,14 +52,18 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
     """What a container holds, by the step that leads there; None: it is no container."""
     if isinstance(value, Scope):
         return [(("item", n), v) for n, v in value.items()]
+    if type(value) in weakref.ProxyTypes:  # before it is asked for its class, which is that of what it stands for
+        return _behind(_target(value))
     if isinstance(value, Mapping):
         inner = [(("item", k), v) for k, v in value.items()]
         return inner + attributes_of(value) if type(value) is not dict else inner
-    if isinstance(value, list | tuple | deque):
-        return [(("item", i), v) for i, v in enumerate(value)]
-    if isinstance(value, set | frozenset):
+    if isinstance(value, list | tuple | deque | KeysView | ValuesView | ItemsView):
+        inner = [(("item", i), v) for i, v in enumerate(value)]
+        return inner if type(value) in (list, tuple) else inner + attributes_of(value)
+    if isinstance(value, set | frozenset | weakref.WeakSet):
         # Sorted by text: the order of a set differs from process to process.
-        return [(("item", repr(v)), v) for v in sorted(value, key=repr)]
+        inner = [(("item", repr(v)), v) for v in sorted(value, key=repr)]
+        return inner if type(value) in (set, frozenset, weakref.WeakSet) else inner + attributes_of(value)
     if isinstance(value, nn.Module):  # one that is no submodule
         tables = [(("attr", n), t) for table in (value._parameters, value._buffers, value._modules)
                   for n, t in table.items()]  # fmt: skip
@@ -74,11 +81,13 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
         return inner if isinstance(value.__self__, nn.Module) else [*inner, (("attr", "__self__"), value.__self__)]
     if isinstance(value, functools.partial):
         return [(("attr", "func"), value.func), (("attr", "args"), value.args), (("attr", "keywords"), value.keywords)]
-    if isinstance(value, SIMPLE) or isinstance(value, torch.Tensor | type | types.ModuleType | np.ndarray):
+    if isinstance(value, SIMPLE) and has_attributes(value):
+        return attributes_of(value)
+    others = torch.Tensor | type | types.ModuleType | np.ndarray | logging.Logger
+    if isinstance(value, SIMPLE) or isinstance(value, others):
         return None
     if isinstance(value, weakref.ref):
-        target = value()
-        return [] if isinstance(target, torch.Tensor | nn.Module) else [(("target", ""), target)]
+        return _behind(value())
     if isinstance(value, contextvars.ContextVar):
         return [(("value", ""), value.get(None))]
     if type(value).__module__.partition(".")[0] == "autopar":
@@ -88,11 +97,34 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
     return attributes_of(value) if is_object and (not callable(value) or _is_users(type(value))) else None
 
 
+def has_attributes(value: Any) -> bool:
+    """Whether a plain value is of a class of the user's, on whose objects attributes can be set."""
+    return type(value) not in SIMPLE and not isinstance(value, enum.Enum) and hasattr(value, "__dict__")
+
+
+def _behind(target: Any) -> list[tuple[Step, Any]]:
+    """What a weak reference holds."""
+    return [] if isinstance(target, torch.Tensor | nn.Module) else [(("target", ""), target)]
+
+
+def _target(proxy: Any) -> Any:
+    """What a weak proxy stands for; None: it is gone."""
+    try:
+        return proxy.__repr__.__self__
+    except ReferenceError:
+        return None
+
+
 def holds_attributes_alone(value: Any) -> bool:
     """Whether the `children` of an object are what is in its ``__dict__``, and nothing else."""
     others = (Scope, Mapping, list, tuple, deque, set, frozenset, nn.Module, types.FunctionType, types.MethodType,
-              functools.partial, weakref.ref, contextvars.ContextVar)  # fmt: skip
-    if isinstance(value, others) or slots_of(type(value)) or not hasattr(value, "__dict__"):
+              functools.partial, weakref.ref, contextvars.ContextVar, *_VIEWS, *SIMPLE)  # fmt: skip
+    if (
+        type(value) in weakref.ProxyTypes
+        or isinstance(value, others)
+        or slots_of(type(value))
+        or not hasattr(value, "__dict__")
+    ):
         return False
     # Of a `threading.local`, or a proxy of another object, the class makes what is found under this name.
     return type(vars(value)) is dict and dict_of(value) is vars(value) and children(value) is not None
@@ -121,6 +153,8 @@ def _is_users(kind: type) -> bool:
 def attributes_of(value: Any) -> list[tuple[Step, Any]]:
     """Attributes of an object: those in its ``__dict__``, and those in slots."""
     found = [(("attr", n), v) for n, v in vars(value).items()] if hasattr(value, "__dict__") else []
+    if isinstance(value, defaultdict):
+        found.append((("attr", "default_factory"), value.default_factory))
     return found + [(("attr", n), getattr(value, n)) for n in slots_of(type(value)) if hasattr(value, n)]
 
 
@@ -149,7 +183,9 @@ def _find_slots(kind: type) -> tuple[str, ...]:
 
 def set_attribute(value: Any, name: str, new: Any) -> None:
     """Give an object an attribute, whatever its class does about that."""
-    if name in slots_of(type(value)):
+    if isinstance(value, defaultdict) and name == "default_factory":
+        value.default_factory = new
+    elif name in slots_of(type(value)):
         object.__setattr__(value, name, new)
     else:
         vars(value)[name] = new
@@ -177,6 +213,8 @@ def describe(value: Any) -> Any:
         return "array", value.shape, str(value.dtype), hashlib.sha256(np.ascontiguousarray(value).data).hexdigest()
     if isinstance(value, GENERATORS):
         return "random", repr(state_of_generator(value))
+    if isinstance(value, logging.Logger):
+        return "logger", value.name, value.getEffectiveLevel(), value.disabled
     return type(value), Same(value)
 
 
@@ -276,6 +314,8 @@ def walk(value: Any, path: Path, seen: set[int], depth: int = 0) -> Iterator[tup
     kind: Any = Same(value) if isinstance(value, types.FunctionType) else len(inner)
     kind = tuple(map(hash, value)) if isinstance(value, dict) else kind  # their order
     kind = (value.__func__, Same(value.__self__)) if isinstance(value, types.MethodType) else kind
+    kind = (kind, value.maxlen) if isinstance(value, deque) else kind
+    kind = (kind, describe(value)) if isinstance(value, SIMPLE) else kind
     yield path, value, (type(value), kind)
     for step, v in inner:
         yield from walk(v, (*path, step), seen, depth + 1)

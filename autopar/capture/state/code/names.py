@@ -34,6 +34,7 @@ class Names:
         imports: modules that it imports, as an import statement says them, each with the names taken from it.
         assigned: globals and attributes that it assigns.
         modules: what may be names of modules.
+        strings: what may be names in strings, as `getattr` and `hasattr` take them.
     """
 
     globals: tuple[str, ...]
@@ -41,6 +42,7 @@ class Names:
     imports: tuple[tuple[str, tuple[str, ...]], ...]
     assigned: frozenset[str]
     modules: tuple[str, ...] = ()
+    strings: tuple[str, ...] = ()
 
     @classmethod
     @functools.lru_cache(REMEMBERED)
@@ -73,12 +75,13 @@ class Names:
             if not pending and not evaluated and EVALUATING & found[0].keys():
                 pending, evaluated = _code_in_texts(texts), True
         named = {*found[0], *found[1]}
-        if BY_STRING & named:
-            strings = {t: None for t in texts if t.isidentifier()}
-            found[0].update(strings)
-            found[1].update(strings)
+        strings = {t: None for t in texts if t.isidentifier()} if BY_STRING & named else {}
+        found[0].update(strings)
+        found[1].update(strings)
         modules = [t for t in texts if all(map(str.isidentifier, t.split(".")))] if IMPORTING & named else []
-        return cls(tuple(found[0]), tuple(found[1]), tuple(imports.items()), frozenset(assigned), tuple(modules))
+        named_globals, attributes = map(tuple, found)
+        imported = tuple(imports.items())
+        return cls(named_globals, attributes, imported, frozenset(assigned), tuple(modules), tuple(strings))
 
 
 def _code_in_texts(texts: Iterable[str]) -> list[types.CodeType]:

@@ -13,14 +13,15 @@ import contextlib
 import contextvars
 import functools
 import importlib.util
+import logging
 import os
 import random
 import sys
 import threading
 import types
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserList, UserString, deque
+from collections.abc import Iterator, Mapping, MappingView, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -37,19 +38,30 @@ from autopar.capture.state.code.names import Names
 MOST = 1000
 """Functions that are searched; a model whose code reaches more has the state of the others overlooked."""
 
+LONGEST = 10_000
+"""Items of a list in which functions are looked for; a longer one is data."""
+
 LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "builtins"))
 """Top-level packages whose functions and objects are not searched; their state is their own business."""
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, tuple)
 
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace, threading.local, contextvars.ContextVar, weakref.ref,
-              random.Random, np.random.Generator, np.random.RandomState)  # fmt: skip
+              random.Random, np.random.Generator, np.random.RandomState, logging.Logger)  # fmt: skip
 """Classes of libraries whose objects hold what users put in them."""
 
-CONTAINERS = (list, dict, set, deque, np.ndarray, torch.Tensor, bytearray, memoryview, array.array)
+CONTAINERS = (list, Mapping, MappingView, set, weakref.WeakSet, deque, UserList, UserString, np.ndarray, torch.Tensor,
+              bytearray, memoryview, array.array)  # fmt: skip
 
 ENVIRONMENT = frozenset(("environ", "getenv"))
 """Code that names one of these reads the environment's variables."""
+
+
+NOT_BY_FORWARD = frozenset(
+    "__init__ __new__ __del__ __repr__ __str__ __dir__ __setstate__ __getstate__ __reduce__ __reduce_ex__ __copy__ "
+    "__deepcopy__ __init_subclass__ __sizeof__".split()
+)
+"""Special methods of modules that make, copy or show these: operators call the others without a name."""
 
 
 class Owner:
@@ -126,23 +138,9 @@ def search(code: Code, hooks: Sequence[types.FunctionType] = ()) -> Search:
         return Search(code, hooks)
     known = _known.get(code)
     # Searching bytecode takes long, and every model of these classes reads the same names.
-    if known is None or not known.is_current:
+    if known is None or not known.is_current or not known.leads_alike():
         known = _known[code] = Search(code, ())
     return known
-
-
-@contextlib.contextmanager
-def uncached(scopes: Sequence[Scope]) -> Iterator[None]:
-    """While it lasts, functions under `functools.lru_cache` are called: caches must not hold what a trace makes."""
-    kind = functools._lru_cache_wrapper
-    found = [(s.owner, n, v) for s in scopes for n, v in s.items() if isinstance(v, kind)]
-    try:
-        for owner, name, cache in found:
-            owner[name] = cache.__wrapped__
-        yield
-    finally:
-        for owner, name, cache in found:
-            owner[name] = cache
 
 
 _known: dict[Code, Search] = {}
@@ -172,8 +170,11 @@ class Search:
         self._classes: dict[type, None] = {}
         self._of_some_class: list[Names] = []
         self._objects: dict[int, tuple[Any, str]] = {}
-        self._libraries: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
+        self._libraries: dict[int, tuple[Mapping[str, Any], str, set[str]]] = {}
         self._modules: dict[str, types.ModuleType] = {}
+        self._links: list[tuple[Any, str, Any]] = []
+        self._held: dict[int, tuple[Any, list[Any]]] = {}
+        self._strings: set[str] = set()
         for part in code:
             if isinstance(part, type) and issubclass(part, nn.Module):
                 self._add_module(part)
@@ -205,6 +206,11 @@ class Search:
         come = any(name in sys.modules for name in self.not_imported)
         return not come and all(f.__code__ is code for f, code in self._codes)
 
+    def leads_alike(self) -> bool:
+        """Whether the names, and containers of functions, lead to the code to which they led."""
+        links = all(_table(space).get(name) is value for space, name, value in self._links)
+        return links and all(list(map(id, parts)) == list(map(id, _parts(v))) for v, parts in self._held.values())
+
     def _visit_hook(self, hook: types.FunctionType) -> None:
         """Of a hook plain values alone: what it records in must not make the graph another one."""
         if _is_foreign(hook.__module__):
@@ -232,11 +238,12 @@ class Search:
             self._visit_installed(kind)
             return
         # Operators are called without a name, and so are the methods of a differentiable function.
-        special, differentiates = not issubclass(kind, nn.Module), issubclass(kind, torch.autograd.Function)
+        unnamed, differentiates = not issubclass(kind, nn.Module), issubclass(kind, torch.autograd.Function)
         for name, value in list(vars(kind).items()):
             function = _function_in(value)
             # Only what some code names: `generate` of a transformer, say, is not called by forward.
-            called = function is not None and special and (name.startswith("__") or differentiates)
+            special = name.startswith("__") and (unnamed or name not in NOT_BY_FORWARD)
+            called = function is not None and (special or differentiates)
             if name in self._attributes or called:
                 self._visit_value(kind, kind.__qualname__, name, value)
 
@@ -277,6 +284,8 @@ class Search:
 
     def _visit_library(self, module: types.ModuleType) -> None:
         """Functions and plain values of a library's module that the code names, and those of modules in it."""
+        for name in self._strings - vars(module).keys():  # hasattr(torch, "compile"), which a script may set later
+            self._note_identity(vars(module), module.__name__, name)
         for name in self._attributes & vars(module).keys():
             value = vars(module)[name]
             if isinstance(value, types.ModuleType):
@@ -288,22 +297,28 @@ class Search:
 
     def _note_library(self, space: dict[str, Any], label: str, name: str) -> None:
         value = space.get(name)
-        is_noted = callable(value) or isinstance(value, (*SIMPLE, types.ModuleType))
+        is_noted = callable(value) or isinstance(value, (*SIMPLE, types.ModuleType, list))
+        if is_noted and name not in _BUILTINS:
+            self._note_identity(space, label, name)
+
+    def _note_identity(self, space: Any, label: str, name: str) -> None:
+        """Note which object a name leads to, and not what that is."""
         # All of `torch.nn.functional` is compared in any case.
-        if (
-            is_noted
-            and space is not vars(functional)
-            and label.partition(".")[0] != "autopar"
-            and name not in _BUILTINS
-        ):
-            self._libraries.setdefault(id(space), (space, label, set()))[2].add(name)
+        if space is not vars(functional) and label.partition(".")[0] != "autopar":
+            self._libraries.setdefault(id(space), (_table(space), label, set()))[2].add(name)
 
     def _visit_object(self, space: Any, label: str) -> None:
         """Of an object or a module what the code names: the rest (a tracker's times, say) may change at every step."""
         is_module = isinstance(space, dict)
         for name, value in list((space if is_module else _own(space)).items()):
-            if name in self._attributes and (is_module or isinstance(value, (*SIMPLE, *CONTAINERS))):
+            if name == "__getattr__" and is_module:  # makes names as they are asked for
+                self._follow(value, label)
+            elif name in self._attributes and (is_module or isinstance(value, (*SIMPLE, *CONTAINERS))):
                 self._visit_value(space, label, name, value)
+            elif name in self._attributes:
+                self._follow(value, f"{label}.{name}")
+                if callable(value) and isinstance(space, types.FunctionType):
+                    self._note(space, label, name)
 
     def _visit_function(self, function: types.FunctionType) -> None:
         if id(function) in self._seen or len(self._seen) > MOST or _is_foreign(function.__module__):
@@ -312,6 +327,7 @@ class Search:
         self._codes.append((function, function.__code__))
         names = Names.of(function.__code__)
         self._attributes.update(names.attributes)
+        self._strings.update(names.strings)
         self._visit_environment(names)
         if {"type", "__class__"} & {*names.globals, *names.attributes}:
             self._of_some_class.append(names)
@@ -328,7 +344,7 @@ class Search:
                 self._visit_value(space, label, name, space[name])
                 if isinstance(space[name], type | types.FunctionType):
                     self._note_assigned(space[name], names)
-            elif name in names.assigned:
+            else:  # it may be there later, in the place of a builtin function, too
                 self._note(space, label, name)
         for module in names.modules:
             if module in sys.modules:
@@ -371,8 +387,12 @@ class Search:
             is_state = isinstance(space, type) or not _is_foreign(function.__module__)
         else:
             is_state = isinstance(value, (*SIMPLE, *CONTAINERS, *NAMESPACES)) or is_users_object(value)
-        if is_state:
+        if is_state and value is not os.environ:
             self._note(space, label, name)
+        elif isinstance(space, dict | type):
+            self._note_identity(space, label, name)
+        if isinstance(space, dict | type) and not isinstance(value, SIMPLE):
+            self._links.append((space, name, value))
         self._follow(value, f"{label}.{name}")
 
     def _follow(self, value: Any, label: str) -> None:
@@ -387,10 +407,8 @@ class Search:
             if not _is_foreign(value.__module__):
                 self._add_class(value)
         # A registry of functions, say.
-        elif isinstance(value, list | tuple | dict | functools.partial | types.MethodType):
-            for part in _parts(value):
-                if isinstance(part, type | types.FunctionType):
-                    self._follow(part, label)
+        elif isinstance(value, _OF_FUNCTIONS):
+            self._follow_parts(value, label)
         elif function is not None:
             self._visit_function(function)
         elif functions := traced_functions(value):
@@ -405,6 +423,14 @@ class Search:
             self._objects[id(value)] = value, label
             self._add_class(type(value))
 
+    def _follow_parts(self, value: Any, label: str) -> None:
+        if id(value) in self._held or len(parts := _parts(value)) > LONGEST:
+            return
+        self._held[id(value)] = value, parts
+        for part in parts:
+            if isinstance(part, (type, types.FunctionType, *_OF_FUNCTIONS)) or is_users_object(part):
+                self._follow(part, label)
+
     def _note(self, space: Any, label: str, name: str) -> None:
         owner = _owners.setdefault(id(space), Owner(space, label))
         self._names.setdefault(owner, set()).add(name)
@@ -417,10 +443,18 @@ def is_users_object(value: Any) -> bool:
     return not plain and kind not in SIMPLE and not _is_foreign(kind.__module__)
 
 
+_OF_FUNCTIONS = (list, tuple, dict, functools.partial, types.MethodType)
+"""Containers in which functions and classes are looked for."""
+
+
+def _table(space: Any) -> Mapping[str, Any]:
+    return space if isinstance(space, dict) else vars(space)
+
+
 def _parts(value: Any) -> list[Any]:
     """What a container of functions and classes holds."""
     if isinstance(value, functools.partial):
-        return [value.func]
+        return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType):
         return [value.__func__, type(value.__self__)]
     return list(value.values() if isinstance(value, dict) else value)
@@ -450,6 +484,8 @@ def _function_in(value: Any) -> types.FunctionType | None:
         value = value.__func__
     if isinstance(value, property):
         value = value.fget
+    if isinstance(value, functools.cached_property | functools.partialmethod | functools.singledispatchmethod):
+        value = value.func
     if isinstance(value, functools._lru_cache_wrapper):
         value = value.__wrapped__
     return value if isinstance(value, types.FunctionType) else None
