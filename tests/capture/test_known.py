@@ -144,3 +144,24 @@ class Counted(Looks):
 def test_counts_beyond_their_length() -> None:
     with pytest.raises(ValueError, match=re.escape("torch.bincount was given numbers outside of 0 to 1")):
         parallelize(Counted(), None)(batch(0))
+
+
+class Listed(Looks):
+    """Has constants in a list: one whose values it looks at, and one that it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = [torch.ones(WIDTH, dtype=D), torch.ones(WIDTH, dtype=D)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.items[1]).mean() * (1 if (self.items[0] * 2).sum() > 1 else 2)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_constants_that_get_other_memory(number: int) -> None:
+    found = []
+    for model in (Listed(), parallelize(Listed(), None)):
+        losses = [float(model(batch(0)))]
+        model.items[number].data = torch.zeros(WIDTH, dtype=D)
+        found.append([*losses, float(model(batch(0)))])
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
