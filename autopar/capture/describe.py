@@ -32,7 +32,7 @@ def describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Program
     assert found is not None
     state = State(
         tuple(seen.writes), frozenset(seen.assigned.values()), observed=tuple(seen.observed),
-        computing=tuple(seen.computing.items()), checks=seen.checks, stride_read=seen.stride_read,
+        computing=tuple(seen.computing.items()), checks=seen.checks, reads=seen.reads, stride_read=seen.stride_read,
     )  # fmt: skip
     program = Program(
         joint,

@@ -41,6 +41,7 @@ from autopar.capture.intercepts import extent, refused_view
 from autopar.capture.origins import record_origins
 from autopar.capture.outside import require_own_seeds
 from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_modules
+from autopar.capture.state.known import of_buffers
 from autopar.capture.state.record import Record
 from autopar.capture.state.slots import VIEW_OF, state_tensors
 from autopar.capture.state.writes import Replay
@@ -172,9 +173,10 @@ def _attempt(
     def fake(tensor: torch.Tensor, floating: torch.dtype | None) -> torch.Tensor:
         return _fake_tensor(tensor, mode, floating)
 
+    known = of_buffers(model)
     with swapped(model, fake, training, compute, promote) as (inputs, references):
         record = Record(model)
-        harness = Harness(model, arguments, loss_fn, training, loss, recorder, record, track, inputs, references)
+        harness = Harness(model, arguments, loss_fn, training, loss, recorder, record, track, inputs, references, known)
         try:
             with torch.set_grad_enabled(training), _quiet(), backward_watched(model, record):
                 joint = _trace(harness, fakes)

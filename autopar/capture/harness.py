@@ -23,6 +23,7 @@ from autopar.capture.origins import Origins
 from autopar.capture.outside import counting_optimizers_refused, refused
 from autopar.capture.state.code.caches import uncached
 from autopar.capture.state.hooks import Hooks, Observation, Place, observations
+from autopar.capture.state.known import KnownValues, OfBuffers, Reads
 from autopar.capture.state.record import Record
 from autopar.capture.state.slots import tensor_attributes, where_kept
 from autopar.capture.state.values import Path
@@ -47,6 +48,7 @@ class Seen:
         computing: hooks that are part of the graph, each with what of its own state the graph does not depend on.
         counted_by_hooks: paths of numbers that a hook changes, by the hook's place.
         checks: of factorizations.
+        reads: what it asks about values of buffers.
         stride_read: the user's line that reads strides.
         numbers: paths of numbers that the call changes.
         added_to: state that a checkpointed function adds to.
@@ -61,6 +63,7 @@ class Seen:
         self.computing: dict[Place, frozenset[Path]] = {}
         self.counted_by_hooks: dict[Place, list[tuple[str, Path]]] = {}
         self.checks: tuple[Check, ...] = ()
+        self.reads: tuple[Reads, ...] = ()
         self.stride_read = self.added_to = ""
         self.seeded: list[str] = []
         self.numbers: list[tuple[str, Path]] | None = None
@@ -84,8 +87,12 @@ class Harness(nn.Module):
         tracked: bool = False,
         promoted: Collection[str] = (),
         references: Sequence[Reference] = (),
+        of_buffers: OfBuffers | None = None,
     ) -> None:
-        """With a ``record`` of the model's state, each call begins with that, and what it changes is returned, too."""
+        """With a ``record`` of the model's state, each call begins with that, and what it changes is returned, too.
+
+        ``of_buffers`` is what is known of buffers.
+        """
         super().__init__()
         self.model = model
         self.arguments = arguments
@@ -95,6 +102,7 @@ class Harness(nn.Module):
         self.seen = Seen()
         self.record, self.tracked, self.promoted = record, tracked, promoted
         self.aliases, self.references = aliases_of(model), references
+        self.of_buffers = of_buffers or OfBuffers()
         # To tell parameters that a lazy module makes in forward.
         self.parameter_names = {name for name, _ in model.named_parameters()}
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -135,7 +143,7 @@ class Harness(nn.Module):
         origins, hooks, intercepts = (
             Origins(self),
             Hooks(self.model, self.record, self.seen.counted_by_hooks),
-            Intercepts(named, partial(where_kept, self.model), tensors),
+            Intercepts(named, partial(where_kept, self.model), tensors, KnownValues(buffers, self.of_buffers)),
         )
         with self._traced(origins, hooks, intercepts):
             output, contents = without_python_draws(lambda: self._called(self.arguments.fill(tensors, numbers)))
@@ -313,6 +321,7 @@ class Harness(nn.Module):
         self.seen.observed, self.seen.computing = observations(hooks, self.record, leaf), hooks.computing
         self.seen.writes = self.record.writes(kept, lines)
         self.seen.checks, self.seen.stride_read = intercepts.checks(leaf), intercepts.stride_read
+        self.seen.reads = intercepts.known.reads()
         assigned = {}
         for name, old in before.items():
             if _is_deleted(self.model, name):

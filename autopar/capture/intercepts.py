@@ -11,6 +11,7 @@
 * `flex_attention` is attention under the mask that its functions make, or its formula.
 * `associative_scan` is one operator where it is a linear recurrence.
 * Functions of which torch traces another than eager mode runs, or that look at values, are their formulas.
+* What is computed of constants and buffers alone may be looked at.
 * Results whose strides fake tensors get wrong get those of the kernels.
 * Memory, gradients and versions of tensors, which a graph has no part in, may not be read.
 * The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
@@ -43,10 +44,11 @@ from autopar._torch_compat import (
     without_modes,
 )
 from autopar.capture.functions.drawing import DRAWING, drawn
-from autopar.capture.functions.formulas import BY_FORMULA, gaussian_nll_loss
+from autopar.capture.functions.formulas import BINCOUNT, BY_FORMULA, bincount, gaussian_nll_loss
 from autopar.capture.functions.kinds import is_leaf
 from autopar.capture.functions.padded_encoder import padded_with_zeros
 from autopar.capture.origins import user_frame
+from autopar.capture.state.known import KnownValues
 from autopar.capture.state.on_mesh import is_on_mesh
 from autopar.capture.state.slots import VIEW_OF
 from autopar.errors import CaptureError
@@ -57,6 +59,7 @@ from autopar.ir.signature.pytree import Leaf
 
 _AUTOPAR = str(Path(__file__).parent.parent)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _CHECK = torch.ops.aten._linalg_check_errors.default
 _LERP = torch.ops.aten.lerp_.Tensor
 
@@ -187,6 +190,7 @@ class Intercepts(TorchFunctionMode):
         named: Mapping[str, torch.Tensor],
         name_of: Callable[[torch.Tensor], str],
         batch: Sequence[torch.Tensor],
+        known: KnownValues,
     ) -> None:
         """Of one call.
 
@@ -194,11 +198,13 @@ class Intercepts(TorchFunctionMode):
             named: the tensors that go into it, the model's and the batch's.
             name_of: where the model keeps another one; empty: nowhere.
             batch: the tensors of the batch.
+            known: values of what is computed of no batch and no parameter.
         """
         super().__init__()
         self._name_of = name_of
         self._batch = {id(t): t for t in batch}
         self._memory: Memory = {}
+        self.known = known
         for name, t in named.items():
             self._memory.setdefault(storage_id(t), []).append((*extent(t), name, t))
         self.checked: list[tuple[torch.Tensor, str, bool]] = []
@@ -213,7 +219,14 @@ class Intercepts(TorchFunctionMode):
         torch.cond = _cond
         BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
-            with masks_as_they_are(), padded_with_zeros(), by_parts(), by_operator(), _Checks(self.checked), self:
+            with (
+                masks_as_they_are(),
+                padded_with_zeros(),
+                by_parts(),
+                by_operator(),
+                _Checks(self.checked, self.known),
+                self,
+            ):
                 yield
         finally:
             torch.cond = cond
@@ -227,6 +240,12 @@ class Intercepts(TorchFunctionMode):
         # The name first: this runs at every call of torch, and names compare faster than descriptors.
         if func.__name__ == "__set__" and func == _SET_DATA:
             return _set_data(args[0], args[1], self._memory)
+        if func.__name__ == "__set__" and func == _SET_GRAD and is_traced(args[0]) and (line := _own_line()):
+            if args[1] is None and self._has_no_gradient(args[0]):
+                return None
+            raise CaptureError(
+                f"the model sets a tensor's gradient (.grad) at {line}, which no graph has; {_GRADIENT[1]}"
+            )
         if not self.stride_read and func in _READS_STRIDES:
             self.stride_read = _own_line()
         if func in _TEXTS and is_transformed(args[0]) and (func is torch.Tensor.__repr__ or args[0].ndim):
@@ -236,6 +255,8 @@ class Intercepts(TorchFunctionMode):
             of_batch = id(args[0]) in self._batch and args[0].requires_grad  # it may be computed by the caller
             if name == ".is_leaf" and is_traced(args[0]) and not of_batch:
                 return is_leaf(args[0])
+            if name == ".grad" and is_traced(args[0]) and self._has_no_gradient(args[0]):
+                return None
             _refuse_reading(name, args[0])
         if func in _READS_VALUES and not is_traced(args[0]):
             return _values(func, args, kwargs or {})
@@ -254,12 +275,17 @@ class Intercepts(TorchFunctionMode):
             return BY_FORMULA[func](*args, **(kwargs or {}))
         if func is functional.gaussian_nll_loss:
             return gaussian_nll_loss(self._refuse, *args, **(kwargs or {}))
+        if func in BINCOUNT:
+            return bincount(self._refuse, *args, **(kwargs or {}))
         if func in DRAWING:
             return drawn(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if func in _ROW_MAJOR:
             return result.contiguous()
         return _in_suggested_format(args[0], result) if func in _BY_FORMAT else result
+
+    def _has_no_gradient(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) not in self._batch and self.known.has_no_gradient(tensor)
 
     def _refuse(self, invalid: torch.Tensor, function: str, values: str) -> None:
         """After a step, raise where any of ``invalid`` is true."""
@@ -338,9 +364,9 @@ def _own_line() -> str:
 
 
 class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, found: list[tuple[torch.Tensor, str, bool]]) -> None:
+    def __init__(self, found: list[tuple[torch.Tensor, str, bool]], known: KnownValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = found
+        self.found, self.known = found, known
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -355,7 +381,7 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _LERP:
             # Under jvp the kernel that checks shapes in functionalization fails, as in `torch.quantile`.
             return args[0].copy_(torch.ops.aten.lerp.Tensor(*args))
-        return func(*args, **(kwargs or {}))
+        return self.known.run(func, args, kwargs or {})
 
 
 Memory = dict[int, list[tuple[int, int, str, torch.Tensor]]]

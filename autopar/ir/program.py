@@ -194,6 +194,8 @@ class State:
         observed: calls of recording hooks, see `autopar.capture.state.hooks`.
         computing: hooks that are part of the graph, see `autopar.capture.state.hooks`.
         checks: of factorizations, see `autopar.capture.intercepts`.
+        reads: what it asks about values of buffers, see `autopar.capture.state.known`: the graph serves calls with the
+            same answers.
         constants: plain tensors among the attributes are constants of the graph, and not inputs like buffers.
         stride_read: the user's line that reads strides, which are constants of the graph; empty: none does.
     """
@@ -205,6 +207,7 @@ class State:
     observed: tuple[Any, ...] = ()
     computing: tuple[Any, ...] = ()
     checks: tuple[Any, ...] = ()
+    reads: tuple[Any, ...] = ()
     stride_read: str = ""
 
 

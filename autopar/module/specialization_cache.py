@@ -49,10 +49,18 @@ class SpecializationCache:
         for number, (own, found) in reversed(self._entries.items()):
             guards = found.program.guards
             # Guards first: a comparison of the state looks at every attribute of every module.
-            if own == key and all(g.holds(numbers) for g in guards) and not self._changes(number, slots):
+            same = own == key and all(g.holds(numbers) for g in guards) and not self._read_otherwise(found, slots)
+            if same and not self._changes(number, slots):
                 self._entries.move_to_end(number)
                 return found
         return None
+
+    @staticmethod
+    def _read_otherwise(found: Specialization, slots: Slots) -> list[str]:
+        """What of the graph's code that asked about values of buffers has other answers now."""
+        reads = found.program.state.reads
+        tensors = slots.state_tensors() if reads else {}
+        return [str(r) for r in reads if not r.holds(tensors)]
 
     def which(self, found: Specialization | None, key: Any, slots: Slots) -> str:
         """A text that is the same on ranks that have found the same specialization just now."""
@@ -67,7 +75,8 @@ class SpecializationCache:
 
     def changed(self, key: Any, slots: Slots) -> list[str]:
         """What of the model's state has changed since the last call that looked alike; empty: there was none."""
-        return next((self._changes(n, slots) for n, (own, _) in reversed(self._entries.items()) if own == key), [])
+        number, found = next(((n, f) for n, (own, f) in reversed(self._entries.items()) if own == key), (0, None))
+        return [] if found is None else self._changes(number, slots) or self._read_otherwise(found, slots)
 
     def add(self, key: Any, found: Specialization, state: Signature) -> None:
         """Cache a specialization for a call and a state; the least recently used goes if there are too many."""

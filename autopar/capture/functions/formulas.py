@@ -164,6 +164,34 @@ def polygamma_(tensor: torch.Tensor, n: int) -> torch.Tensor:
     return tensor.copy_(torch.polygamma(n, tensor.clone()))
 
 
+def bincount(
+    refuse: Callable[[torch.Tensor, str, str], None],
+    input: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    minlength: int = 0,
+) -> torch.Tensor:
+    """How often each number comes up, ``aten::bincount``; its length depends on the largest unless ``minlength`` is.
+
+    Args:
+        refuse: as of `gaussian_nll_loss`.
+        input: whole numbers, [number].
+        weights: of each number; default: 1.
+        minlength: how many counts there are; with 0 torch looks at the values.
+    """
+    if minlength <= 0:
+        found: torch.Tensor = torch.ops.aten.bincount.default(input, weights, minlength)
+        return found
+    outside = (input < 0) | (input >= minlength)
+    refuse(outside, "torch.bincount", f"numbers outside of 0 to {minlength - 1}, its minlength less one,")
+    kept = torch.int64 if weights is None else weights.dtype if weights.dtype == torch.float32 else torch.float64
+    counted = torch.ones_like(input, dtype=kept) if weights is None else weights.detach().to(kept)
+    bins = torch.zeros(minlength, dtype=kept, device=input.device)
+    return bins.index_add(0, torch.where(outside, 0, input).long(), counted.masked_fill(outside, 0))
+
+
+BINCOUNT = (torch.bincount, torch.Tensor.bincount)
+
+
 BY_FORMULA: dict[Any, Callable[..., Any]] = {
     functional.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,

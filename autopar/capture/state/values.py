@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar._torch_compat import is_traced
 from autopar.capture.state.code.scope import Scope, is_library, is_users_object
 
 OWN = frozenset(vars(nn.Module()))
@@ -292,11 +293,14 @@ class Same:
         return self._hash
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """What changes when a tensor is written to, or gets other memory: no count shows ``tensor.data = value``."""
+    # What stands for a tensor has no memory, and fake ones may not be asked for it.
+    memory = tensor.data_ptr() if type(tensor) is torch.Tensor and not is_traced(tensor) else 0
     try:
-        return tensor._version
+        return tensor._version, memory
     except RuntimeError:  # a tensor of inference mode has none
-        return -1
+        return -1, memory
 
 
 def walk(value: Any, path: Path, seen: set[int], depth: int = 0) -> Iterator[tuple[Path, Any, Any]]:
