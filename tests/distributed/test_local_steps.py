@@ -341,6 +341,19 @@ def wrong(rank: int) -> list[str]:
     with pytest.raises(AutoparError, match="layouts are not decided"):
         local.synchronize()
     local.detach()
+    model(**mlp_batch(0))["loss"].backward()
+    infinite = autopar.LocalSteps(model, optimizer, every=1)
+    if rank == 3:
+        model.down.bias.grad._local_tensor.fill_(float("nan"))
+    with pytest.raises(RankError, match=r"parameter 'down\.bias' on rank 3 is not finite in outer exchange 1"):
+        optimizer.step()
+    model.up.requires_grad_(False)
+    with pytest.raises(AutoparError, match=r"'up\.bias' is no longer trained"):
+        optimizer.step()
+    model.up.requires_grad_(True)
+    infinite.detach()
+    optimizer.zero_grad()
+    model.load_state_dict(mlp().state_dict())
     # Out of step: one worker has other settings, or other weights.
     model(**mlp_batch(0))["loss"].backward()
     autopar.LocalSteps(model, optimizer, every=2 + rank // 2)

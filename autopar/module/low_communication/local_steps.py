@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from autopar.costs.arguments import FLAG, require, whole
 from autopar.costs.outer_exchange import RoundCost
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, RankError
 from autopar.module.low_communication.choose_round import AUTO, Wanted, chosen, predicted
 from autopar.module.low_communication.compressed.step import first_infinite
 from autopar.module.low_communication.exchange import InFlight, send, sent_bytes
@@ -232,16 +232,13 @@ class LocalSteps(WorkerExchange):
     def _send(self, fragment: int, outer: OuterState, *, idle: bool = False) -> None:
         assert self.settings is not None
         tensors = self._tensors()
-        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in outer.anchor.items()}:
-            raise AutoparError(
-                "other parameters are trained than when local steps began: freeze and unfreeze them before the first "
-                "step, or make new LocalSteps after detach() and synchronize()"
-            )
+        self._require_known(outer.anchor, tensors)
         self.exchanges += 1
         what = f"outer exchange {self.exchanges} of {self.model._autopar.name}"
         details = (("the fragment", str(fragment)), ("local steps", str(self.steps)), ("settings", str(self.settings)))
         self._workers.everyone.meet(what, details)
-        weight = self._weight(fragment, what, idle)
+        infinite = first_infinite({n: tensors[n] for n in self._fragments[fragment]})
+        weight = self._weight(fragment, what, idle, infinite)
         with self._workers.everyone.during(what):
             difference = outer.difference(fragment, tensors)
             if weight != 1:
@@ -250,15 +247,31 @@ class LocalSteps(WorkerExchange):
         count, itemsize = difference.numel(), difference.itemsize
         self.bytes_sent += sent_bytes(count, itemsize, self._workers.count, self.settings.bits) if count else 0
 
-    def _weight(self, fragment: int, what: str, idle: bool) -> float:
-        """How much this worker counts in the mean of a fragment; collective where that is asked for."""
+    def _weight(self, fragment: int, what: str, idle: bool, infinite: str) -> float:
+        """How much this worker counts in the mean of a fragment; collective.
+
+        Args:
+            fragment: its number.
+            what: is about to be done.
+            idle: whether workers may have trained on nothing.
+            infinite: the name of a parameter of this rank that is not finite, if there is one.
+
+        Raises:
+            RankError: a rank has such a parameter, or has counted wrongly.
+        """
         assert self.settings is not None
+        own = infinite, (self._workers.index, self._tokens.since(fragment))
+        said = self._workers.everyone.gather(own, f"the weights of {what}")
+        for rank, (name, _) in enumerate(said):
+            if name:
+                raise RankError(
+                    f"parameter {name!r} on rank {rank} is not finite in {what}: all workers would have it; find what "
+                    "made it so, and load a checkpoint"
+                )
         if not self.settings.weighted:
             return 1.0
-        own = self._workers.index, self._tokens.since(fragment)
         self._tokens.sent[fragment] = self._tokens.total
-        counted = self._workers.everyone.gather(own, f"the tokens of {what}")
-        return weight_of(self._workers.index, counted, idle=idle)
+        return weight_of(self._workers.index, [counted for _, counted in said], idle=idle)
 
     def _use(self, fragment: int, mix: float) -> None:
         """Take what was sent of a fragment, unless it has been taken already."""

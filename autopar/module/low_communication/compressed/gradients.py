@@ -178,6 +178,9 @@ class CompressedGradients(WorkerExchange):
         """Before an optimizer's step."""
         self._require_gradients(has_closure)
         step, parameters = self._begun(), self._parameters()
+        # What is frozen meanwhile has no gradient, which is fine unless something of it is still to be exchanged.
+        stay = step.method.anchors if isinstance(step.method, ZeroOne) else parameters
+        self._require_known(step.trained & {*stay, *parameters}, parameters)
         what = f"step {step.steps + 1} of {self.model._autopar.name}"
         gradients, notes = self._gradients(what, first_infinite, (("options of the optimizer", self._options()),))
         self._left_out = self._leaves_out(notes)

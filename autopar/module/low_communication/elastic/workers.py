@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from autopar.costs.arguments import TEXT, number, require, whole
 from autopar.errors import AutoparError, RankError
+from autopar.module.low_communication.compressed.step import first_infinite
 from autopar.module.low_communication.elastic.given_state import Given, give, others_of, received, take
 from autopar.module.low_communication.elastic.links import Links
 from autopar.module.low_communication.elastic.meetings import Discarded, Meeting, Meetings, Waits
@@ -267,14 +268,10 @@ class ElasticWorkers(OptimizerSteps):
     def _meet(self, *, idle: bool = False) -> bool:
         """Hold a meeting, and do what has come of it; whether that is an outer step."""
         outer, meetings, tensors = self._made(), self._joined(), self._tensors()
-        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in outer.anchor.items()}:
-            raise AutoparError(
-                "other parameters are trained than when this worker joined: freeze and unfreeze them before join(), or "
-                "make new ElasticWorkers after leave() and detach()"
-            )
+        self._require_known(outer.anchor, tensors)
         if self.settings.weighted and not idle and not self._tokens:
             raise ValueError("weighted=True and no tokens since the last meeting: call add_tokens() in each step")
-        self._context.meet(f"meeting other workers after round {self.rounds}")
+        self._require_finite({} if meetings.is_newcomer else tensors)
         meeting, (mean, given) = meetings.hold(lambda: self._word(meetings), self._exchange)
         self._links.keep()
         logger.info("worker %s: meeting %s of workers %s", self.worker, meeting.number, list(self.members))
@@ -290,6 +287,20 @@ class ElasticWorkers(OptimizerSteps):
         for name, own in tensors.items():  # the run begins
             own.copy_(outer.anchor[name])
         return False
+
+    def _require_finite(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have all ranks of this worker come, and refuse a meeting to which it brings what is not finite.
+
+        Raises:
+            RankError: it does; the others go on without it.
+        """
+        what = f"meeting other workers after round {self.rounds}"
+        for rank, name in enumerate(self._context.gather(first_infinite(tensors), what)):
+            if name:
+                raise RankError(
+                    f"parameter {name!r} of worker {self.worker} (rank {rank} of it) is not finite: all workers would "
+                    "have it; the others go on without this one; find what made it so, and join() anew"
+                )
 
     def _word(self, meetings: Meetings) -> dict[str, Any]:
         """What this rank says to those at its place in the other workers."""
