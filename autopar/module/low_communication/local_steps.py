@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from autopar.costs.arguments import FLAG, require, whole
 from autopar.costs.outer_exchange import RoundCost
 from autopar.errors import AutoparError, RankError
-from autopar.module.low_communication.choose_round import AUTO, Wanted, chosen, predicted
+from autopar.module.low_communication.choose_round import AUTO, Wanted, chosen, of_an_axis, predicted
 from autopar.module.low_communication.compressed.step import first_infinite
 from autopar.module.low_communication.exchange import InFlight, send, sent_bytes
 from autopar.module.low_communication.fragments import split_in_fragments
@@ -116,7 +116,7 @@ class LocalSteps(WorkerExchange):
         """What a round costs, as the plan's cluster predicts; layouts must be decided."""
         if self.settings is None:
             raise AutoparError("every='auto' is decided in the first step; before it there is no prediction")
-        return predicted(self.model, self._tensors(), self.settings)
+        return predicted(self.model, self._tensors(), self.settings, of_an_axis(self.model))
 
     def add_tokens(self, count: int) -> None:
         """Count what this worker has trained on, of which ``weighted=True`` makes its weight.
@@ -161,7 +161,8 @@ class LocalSteps(WorkerExchange):
         self._require_layouts()
         tensors = self._tensors()
         if self.settings is None:
-            self.settings = chosen(self.model, tensors, self._wanted)
+            between, gather = of_an_axis(self.model), self._workers.everyone.gather
+            self.settings = chosen(self.model, tensors, self._wanted, between, gather)
             logger.info("local steps: %s", self.settings)
         sizes = {n: p.numel() for n, p in self.model.named_parameters() if n in tensors}
         self._fragments = split_in_fragments(sizes, self.settings.fragments)
