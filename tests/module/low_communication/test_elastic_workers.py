@@ -180,7 +180,7 @@ def test_emulated_workers_come_and_go(weighted: bool) -> None:
 
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_fragments_are_met_about_in_turn_beside_training(store: Any, captured: Any, killed: bool) -> None:
-    """Worker 2 joins at the meeting of step 6; worker 1 leaves after step 11, or is killed in the meeting of step 12."""
+    """Worker 2 joins at the meeting of step 6; worker 1 leaves after step 11, or is killed at step 12."""
     both = {0: False, 1: False}
     meetings = [{0: True, 1: True}, both, both, {**both, 2: True}, {**both, 2: False}, {**both, 2: False}]
     meetings += [{0: False, 2: False}] * 2
