@@ -220,25 +220,24 @@ def round_cost(
     return RoundCost(every, fragments, sent, fragments * one, exposed, step_seconds)
 
 
-LOOKS, TRIPS = 3, 14
-"""Of a meeting at a store: waits until the next look at it, and questions beside two for each worker."""
+LOOKS, TRIPS = 1, 14
+"""Of a meeting at a store, where all come at once: waits until the next look at it, and questions that take a while."""
 
 
-def meeting_seconds(workers: int, link: Link, pause: float) -> float:
+def meeting_seconds(link: Link, pause: float) -> float:
     """What a meeting of elastic workers takes beside its exchange, where all come at the same time.
 
-    Counted in `autopar.module.low_communication.elastic.meetings`: a worker asks the store one thing after another, and
-    waits three times for what others write (who takes part, words, votes), by looking again after a pause.
+    A worker asks the store one thing after another, however many others there are, and looks again after a pause for
+    what they have not written yet.
 
     Args:
-        workers: that meet.
         link: to the store.
         pause: seconds between two looks.
 
-    >>> round(meeting_seconds(4, Link("", bandwidth=1e9, latency=0.02), 0.02), 3)
-    0.94
+    >>> round(meeting_seconds(Link("far", bandwidth=1e9, latency=0.02), 0.02), 3)
+    0.58
     """
-    return (TRIPS + 2 * workers) * 2 * link.latency + LOOKS * pause
+    return TRIPS * 2 * link.latency + LOOKS * pause
 
 
 def choose_round(

@@ -87,7 +87,7 @@ def of_an_axis(model: ParallelModule) -> Between:
 def at_a_store(model: ParallelModule, workers: int, pause: float) -> Between:
     """Workers that are worlds of their own, and meet at a store."""
     link = model.plan.cluster.link_for({WORKER: workers} | dict(model.plan.axes))[0]
-    return Between(workers, link, meeting_seconds(workers, link, pause))
+    return Between(workers, link, meeting_seconds(link, pause))
 
 
 def chosen(

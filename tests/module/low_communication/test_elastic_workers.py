@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 import autopar
 import autopar.checkpoint
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, RankError
 from autopar.module.low_communication.emulate import EmulatedWorkers
 from tests.module.low_communication.elastic_lives import (
     EVERY,
@@ -247,6 +247,24 @@ def test_fragments_are_met_about_in_turn_beside_training(store: Any, captured: A
     assert {local.rounds for local, *_ in (workers[0], workers[2])} == {3}
 
 
+class Code:
+    """An object whose state no newcomer could take."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": lambda: 0}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_what_newcomers_could_not_take_is_refused_before_they_come(store: Any, captured: Any) -> None:
+    model = parallel(captured, 0)
+    local = autopar.ElasticWorkers(
+        model, optimized(model)[0], every=2, worker=0, workers=1, store=store, sampler=Code()
+    )
+    with pytest.raises(AutoparError, match=r"sampler=: its state_dict\(\) is not plain data and tensors"):
+        local.join()
+
+
 def test_a_checkpoint(store: Any, captured: Any, tmp_path: Any) -> None:
     """Goes on in another run; a worker that has left makes steps of its own."""
     given = {"every": 2, "workers": 1, "store": store}
@@ -281,6 +299,10 @@ def test_a_checkpoint(store: Any, captured: Any, tmp_path: Any) -> None:
     assert (other.rounds, other.steps) == (3, 6)
     for name, value in model.full_state_dict().items():
         assert torch.equal(again.full_state_dict()[name], value), name
+    with torch.no_grad():
+        next(again.parameters()).fill_(float("nan"))
+    with pytest.raises(RankError, match=r"'up\.weight' of worker 0 \(rank 0 of it\) is not finite"):
+        other.synchronize()
     other.leave()
     with pytest.raises(AutoparError, match=r"call join\(\)"):
         train(other, again, 0, 1)

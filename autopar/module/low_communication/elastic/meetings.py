@@ -281,7 +281,7 @@ class Meetings:
             return True if self._register.has(list(keys.values())) else None
 
         self._until(ready, self._waits.timeout, lambda: self._silent(list(keys.items()), "word"))
-        return {s: json.loads(self._register.read(key) or "{}") for s, key in keys.items()}
+        return {s: json.loads(word) for s, word in zip(keys, self._register.read_all([*keys.values()]), strict=True)}
 
     def _votes(self, number: int, members: tuple[Seat, ...]) -> str:
         outcome = f"outcome/{number}"
