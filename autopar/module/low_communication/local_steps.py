@@ -16,7 +16,7 @@ from autopar.costs.outer_exchange import RoundCost
 from autopar.errors import AutoparError, RankError
 from autopar.module.low_communication.choose_round import AUTO, Wanted, chosen, of_an_axis, predicted
 from autopar.module.low_communication.compressed.step import first_infinite
-from autopar.module.low_communication.exchange import InFlight, send, sent_bytes
+from autopar.module.low_communication.exchange import InFlight, fed_back, send, sent_bytes
 from autopar.module.low_communication.fragments import split_in_fragments
 from autopar.module.low_communication.outer import OuterState, require_exchangeable
 from autopar.module.low_communication.settings import Settings
@@ -68,6 +68,7 @@ class LocalSteps(WorkerExchange):
         bits: int | None = None,
         synchronous: int = 0,
         weighted: bool = False,
+        feedback: bool = False,
         host: bool = True,
     ) -> None:
         """Have the optimizer's steps followed by exchanges; every rank does.
@@ -88,6 +89,8 @@ class LocalSteps(WorkerExchange):
                 average is taken when the optimizer's step begins: clipping before it sees one worker's gradients.
             weighted: a worker counts in each mean as much as the tokens that `add_tokens` has been told of since the
                 last one, and not as much as any other.
+            feedback: what ``bits`` leave out of a difference is added to the next one: a number more for each
+                parameter, beside the outer state.
             host: the outer state, two numbers for each parameter, is in host memory, which leaves the budget of the
                 devices as it was planned; differences are computed and sent from there.
 
@@ -98,7 +101,7 @@ class LocalSteps(WorkerExchange):
         require(host=(host, FLAG))
         mix = (0.5 if delay else 0.0) if mix is None else mix
         outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
-        rest = {"mix": mix, "bits": bits, "synchronous": synchronous, "weighted": weighted}
+        rest = {"mix": mix, "bits": bits, "synchronous": synchronous, "weighted": weighted, "feedback": feedback}
         self._wanted = Wanted(every, fragments, delay, outer | rest)
         self.settings: Settings | None = None if self._wanted.is_open else self._wanted.settings(every, fragments)
         self.steps, self.exchanges = 0, 0
@@ -107,6 +110,7 @@ class LocalSteps(WorkerExchange):
         self._compared = False
         self._fragments: list[list[str]] = []
         self._in_flight: dict[int, InFlight] = {}
+        self._left: dict[int, torch.Tensor] = {}
         self._group: ProcessGroup = self._workers.group
         require_exchangeable(self._tensors(), bits)
         self._attach(self._before, self._after)
@@ -244,6 +248,8 @@ class LocalSteps(WorkerExchange):
             difference = outer.difference(fragment, tensors)
             if weight != 1:
                 difference *= weight
+            if self.settings.feedback:
+                difference, self._left[fragment] = fed_back(difference, self._left.get(fragment), self.settings.bits)
             self._in_flight[fragment] = send(fragment, difference, self._group, self.settings.bits)
         count, itemsize = difference.numel(), difference.itemsize
         self.bytes_sent += sent_bytes(count, itemsize, self._workers.count, self.settings.bits) if count else 0

@@ -247,6 +247,51 @@ def test_fragments_are_met_about_in_turn_beside_training(store: Any, captured: A
     assert {local.rounds for local, *_ in (workers[0], workers[2])} == {3}
 
 
+def test_few_bits_with_feedback_are_as_emulated(store: Any) -> None:
+    """Two workers in float32, whose meetings are beside training."""
+    given = {"every": 2, "fragments": 2, "delay": 1, "mix": 0.25, "bits": 4, "feedback": True}
+
+    def small(step: int, worker: int) -> torch.Tensor:
+        return batch(step, worker).float()
+
+    parallels = [autopar.parallelize(made(0).float(), None, (small(0, 0),)) for _ in range(2)]
+    locals_ = []
+    for worker, model in enumerate(parallels):
+        model(small(0, 0)).backward()
+        client = TCPStore("localhost", store.port, is_master=False)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+        locals_.append(autopar.ElasticWorkers(model, optimizer, worker=worker, workers=2, store=client, **given))
+
+    def train(worker: int) -> None:
+        local = locals_[worker]
+        local.join()
+        for step in range(9):
+            local.optimizer.zero_grad()
+            parallels[worker](small(step, worker)).backward()
+            local.optimizer.step()
+        local._arrived()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, range(2)))
+    plain = [made(0).float() for _ in range(2)]
+    emulated = EmulatedWorkers(plain, **given)
+    for step in range(9):
+        for worker, model in enumerate(plain):
+            model.zero_grad()
+            model(small(step, worker)).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=0.3) if p.grad is not None else None
+        emulated.step()
+    for own, other in zip(parallels, plain, strict=True):
+        for name, p in other.named_parameters():
+            assert torch.allclose(own.get_parameter(name), p, atol=1e-6), name
+    left = [local._left for local in locals_]
+    assert all(bool(t.any()) for own in left for t in own.values()) and [*left[0]] == [0, 1]
+    for local in locals_:
+        local.leave()
+
+
 class Code:
     """An object whose state no newcomer could take."""
 

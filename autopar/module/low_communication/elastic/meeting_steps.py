@@ -21,7 +21,7 @@ from autopar.module.low_communication.elastic.meetings import PAUSE, Meeting, Me
 from autopar.module.low_communication.elastic.register import Seat
 from autopar.module.low_communication.elastic.underway import Underway
 from autopar.module.low_communication.elastic.words import Brought, giver_of, require_same, weighted
-from autopar.module.low_communication.exchange import sent_bytes
+from autopar.module.low_communication.exchange import fed_back, sent_bytes
 from autopar.module.low_communication.fragments import split_in_fragments
 from autopar.module.low_communication.optimizer_steps import OptimizerSteps
 from autopar.module.low_communication.outer import OuterState, require_exchangeable
@@ -41,11 +41,13 @@ class Held:
         meeting: it.
         mean: of the fragments that it was about; None: the run begins.
         given: what a newcomer has received.
+        left: what this rank has left out of it, for the next; None: nothing is fed back.
     """
 
     meeting: Meeting
     mean: torch.Tensor | None
     given: Given | None
+    left: torch.Tensor | None
 
 
 class MeetingSteps(OptimizerSteps):
@@ -93,6 +95,7 @@ class MeetingSteps(OptimizerSteps):
         self._members: tuple[Seat, ...] = ()
         self._underway: Underway[Held] | None = None
         self._to_pull: tuple[int, ...] = ()
+        self._left: dict[int, torch.Tensor] = {}
         self._thread = threading.get_ident()
         require_exchangeable(self._tensors(), wanted.rest["bits"])
 
@@ -175,12 +178,12 @@ class MeetingSteps(OptimizerSteps):
         self._thread = threading.get_ident()
 
         def hold() -> Held:
-            meeting, (mean, given) = meetings.hold(
+            meeting, exchanged = meetings.hold(
                 lambda: brought.word(meetings.is_newcomer), lambda meeting: self._exchange(meeting, brought, give)
             )
             self._links.keep()
             logger.info("worker %s: meeting %s of %s", self.worker, meeting.number, [s.number for s in meeting.members])
-            return Held(meeting, mean, given)
+            return Held(meeting, *exchanged)
 
         self._underway = Underway(hold, f"meeting of worker {self.worker}", beside=beside)
 
@@ -200,13 +203,15 @@ class MeetingSteps(OptimizerSteps):
             take(self.model, self.optimizer, self._stateful, outer, held.given)
             self.steps, self._since = word["steps"], word["since"]
         if held.mean is not None:
-            parts = torch.split(held.mean, [outer.blank(f).numel() for f in word["fragments"]])
-            for fragment, mean in zip(word["fragments"], parts, strict=True):
+            sizes = [outer.blank(f).numel() for f in word["fragments"]]
+            for fragment, mean in zip(word["fragments"], torch.split(held.mean, sizes), strict=True):
                 outer.advance(fragment, mean, settings)
+            if held.left is not None:
+                self._left |= dict(zip(word["fragments"], torch.split(held.left, sizes), strict=True))
             self.rounds += settings.fragments - 1 in word["fragments"]
         self._to_pull = tuple(word["fragments"])
         if held.given is not None or held.mean is None:  # it begins from there
-            self._tokens, self._to_pull = Tokens(), ()
+            self._tokens, self._to_pull, self._left = Tokens(), (), {}
             for fragment in self._all_fragments:
                 outer.pull(fragment, self._tensors(), 0.0)
         return held.mean is not None
@@ -254,8 +259,11 @@ class MeetingSteps(OptimizerSteps):
 
     def _exchange(
         self, meeting: Meeting, brought: Brought, give: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor | None, Given | None]:
-        """The mean difference of those that have trained, and what this rank receives; nothing is changed by it."""
+    ) -> tuple[torch.Tensor | None, Given | None, torch.Tensor | None]:
+        """The mean difference of those that have trained, what this rank receives, and what it leaves out.
+
+        Nothing is changed by it.
+        """
         own, giver, outer = self._joined().seat, giver_of(meeting), self._made()
         require_same(meeting, own, giver)
         newcomers = [s for s in meeting.members if meeting.words[s]["new"] and s != giver]
@@ -270,11 +278,15 @@ class MeetingSteps(OptimizerSteps):
                 given = received(self.model, outer, self._links.take(giver))
             difference = weighted(meeting, own, brought, outer)
             if difference is None:
-                return None, given
+                return None, given, None
             count, itemsize, bits = difference.numel(), difference.itemsize, self._wanted.rest["bits"]
+            left = None
+            if self._wanted.rest["feedback"] and own not in newcomers:
+                before = [self._left.get(f, outer.blank(f)) for f in brought.fragments]
+                difference, left = fed_back(difference, torch.cat(before), bits)
             members = len(meeting.members)
             self.bytes_sent += sent_bytes(count, itemsize, members, bits) if count and members > 1 else 0
-            return self._links.mean(difference, bits), given
+            return self._links.mean(difference, bits), given, left
         except BaseException:
             self._links.close()  # who waits for this rank sees it
             raise

@@ -72,6 +72,7 @@ class ElasticWorkers(MeetingSteps):
         mix: float | None = None,
         bits: int | None = None,
         weighted: bool = False,
+        feedback: bool = False,
         grace: float = 10.0,
         timeout: float = 60.0,
         quorum_timeout: float = 600.0,
@@ -103,6 +104,8 @@ class ElasticWorkers(MeetingSteps):
             bits: 8 or 4, which each number is sent in, as of `autopar.LocalSteps`.
             weighted: a worker counts in each mean as much as the tokens that `add_tokens` has been told of since the
                 last one.
+            feedback: what ``bits`` leave out of a difference is added to the next one; a newcomer, and who goes on from
+                a checkpoint, has left out nothing yet.
             grace: seconds that those who have come to a meeting wait for others who took part in the last one.
             timeout: seconds for an exchange, or for a word of another worker that takes part in a meeting.
             quorum_timeout: seconds to wait for other workers to come: longer than a round takes.
@@ -126,8 +129,9 @@ class ElasticWorkers(MeetingSteps):
                 f"least={least}, workers={workers}: the run begins with more than it needs; raise workers="
             )
         mix = (0.5 if delay else 0.0) if mix is None else mix
-        outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
-        wanted = Wanted(every, fragments, delay, {**outer, "mix": mix, "bits": bits, "weighted": weighted})
+        rest: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
+        rest |= {"mix": mix, "bits": bits, "weighted": weighted, "feedback": feedback}
+        wanted = Wanted(every, fragments, delay, rest)
         waits = Waits(workers, least, grace, timeout, quorum_timeout, retries)
         super().__init__(model, optimizer, wanted, worker, waits, stateful)
         if self._context.workers is not None:
