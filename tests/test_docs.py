@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 
-SAY_WHAT_IS_BEST = ("concepts.md",)  # pages whose examples go by the best plan that is found
+SAY_WHAT_IS_BEST = ("concepts.md", "memory.md")  # pages whose examples go by the best plan that is found
 
 NO_RUN = "no-run"  # needs several processes or a GPU: only compiled
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import cached_property
 
+import numpy as np
 from torch import fx
 
 from autopar.costs.host_copies import copy_seconds
@@ -237,4 +238,5 @@ class ActivationStates:
 
     def _move_seconds(self, value: Value, source: Layout, target: Layout) -> float:
         table = self._tables.of(self.dims.types[value])
-        return float(table.seconds[table.index[source], table.index[target]])
+        ends = (np.array([table.index[layout]]) for layout in (source, target))
+        return float(table.seconds(*ends)[0, 0])

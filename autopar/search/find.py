@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import INTERRUPTED, LAGRANGIAN, TIME_LIMIT, Certificate, Plan
@@ -162,6 +163,7 @@ class _Rounds:
         self.cuts: list[Mapping[str, Floats]] = []
         self.labelings: dict[bytes, tuple[Ints, Mapping[str, Floats]]] = {}
         self.built: Formulation | None = None
+        self.placed: dict[str, tuple[Any, ...]] = {}
         self.proven: _Found | None = None
         self.raised: Claim | None = None
 
@@ -198,7 +200,9 @@ class _Rounds:
         """
         # Once: it takes the weights as far as they go, and later searches are for other plans.
         raise_bound = None if self.found else partial(self.price_memory, weights)
-        problem = replace(self._problem(weights), start=self._cheapest(weights), raise_bound=raise_bound)
+        problem = replace(
+            self._problem(weights), start=self._cheapest(weights), raise_bound=raise_bound, placed=self.placed
+        )
         found = _search(problem)
         if self.raised is not None and self.raised.bound > found.bound:
             known = replace(found.plan.certificate, lower_bound=self.raised.bound)
@@ -395,7 +399,10 @@ def _search(problem: BudgetProblem) -> _Found:
         claims = [max(problem.claims, key=lambda claim: claim.bound)] if problem.claims else []
     else:
         machine, restrictions = problem.tables.machine, job.restrictions
-        fixed, claims = bound_by_axes(program, dims, classes, machine, restrictions, problem.weights)
+        fixed, claims = bound_by_axes(
+            program, dims, classes, machine, restrictions, problem.weights,
+            together=EXACT_AXES, time_limit=problem.seconds / 2,
+        )  # fmt: skip
         plan = plan_by_axes(problem, fixed + sum(claim.bound for claim in claims))
     if problem.limits.expired():
         method = INTERRUPTED if requested() else TIME_LIMIT

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -117,7 +118,8 @@ def _fastest(table: Redistributions, layout: Layout, local: int, hops: int, stag
     own = table.index[layout]
     size = local * table.parts[own] / table.parts
     hop = link.latency + size / link.bandwidth
-    seconds = table.seconds[own] + hops * hop + stages * table.seconds[:, own]
+    every, one = np.arange(len(table.layouts)), np.array([own])
+    seconds = table.seconds(one, every)[0] + hops * hop + stages * table.seconds(every, one)[:, 0]
     best = int(seconds.argmin())
     # Strictly: where both take as long, the graph stays as it is.
     return table.layouts[best] if seconds[best] < seconds[own] else layout

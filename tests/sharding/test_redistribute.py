@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import fx
 
 from autopar.costs.cluster import Cluster
@@ -24,8 +25,9 @@ from autopar.rules.shapes.local_shapes import value_of_call
 from autopar.sharding.candidates import layouts
 from autopar.sharding.emit import MoveEmitter
 from autopar.sharding.node_seconds import NodeSeconds
-from autopar.sharding.redistribute import Tables, _shortest
+from autopar.sharding.redistribute import Redistributions, Tables
 from autopar.sharding.redistribute.moves import Machine, Move, innermost, move_kind, moved_bytes
+from autopar.sharding.redistribute.shortest import ShortestPaths
 from autopar.verify.emulate import emulate
 
 R, P = Replicate(), Partial()
@@ -99,6 +101,12 @@ def check(
     return program
 
 
+def seconds_of(table: Redistributions) -> NDArray[np.float64]:
+    """From each layout to each other one."""
+    every = np.arange(len(table.layouts))
+    return table.seconds(every, every)
+
+
 def reachable(source: Layout, target: Layout) -> bool:
     """Nothing becomes Partial; everything else can be had."""
     return all(p == q for p, q in zip(source, target, strict=True) if isinstance(q, Partial))
@@ -130,7 +138,7 @@ def test_every_single_move(type_: TensorType, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("type_", "sizes"), CASES)
 def test_reachability_and_triangle_inequality(type_: TensorType, sizes: tuple[int, ...]) -> None:
     table = Tables(make_machine(sizes)).of(type_)
-    seconds = table.seconds
+    seconds = seconds_of(table)
     for (i, source), (j, target) in itertools.product(enumerate(table.layouts), repeat=2):
         assert np.isfinite(seconds[i, j]) == reachable(source, target), f"{source} -> {target}"
     assert (np.diagonal(seconds) == 0).all()
@@ -143,6 +151,7 @@ def test_reachability_and_triangle_inequality(type_: TensorType, sizes: tuple[in
 @pytest.mark.parametrize(("type_", "sizes"), CASES[2:5])
 def test_paths_add_up(type_: TensorType, sizes: tuple[int, ...], cluster: str) -> None:
     table = Tables(make_machine(sizes, cluster)).of(type_)
+    seconds = seconds_of(table)
     for (i, source), (j, target) in itertools.product(enumerate(table.layouts), repeat=2):
         if not reachable(source, target):
             with pytest.raises(ValueError, match="no way to redistribute"):
@@ -151,12 +160,12 @@ def test_paths_add_up(type_: TensorType, sizes: tuple[int, ...], cluster: str) -
         path = table.path(source, target)
         assert [m.source for m in path] == [source, *(m.target for m in path[:-1])] if path else source == target
         assert not path or path[-1].target == target
-        assert sum(table.move_seconds(path)) == pytest.approx(table.seconds[i, j])
-        assert table.chunked_seconds(path).sum() == pytest.approx(table.seconds[i, j])
+        assert sum(table.move_seconds(path)) == pytest.approx(seconds[i, j])
+        assert table.chunked_seconds(path).sum() == pytest.approx(seconds[i, j])
         ones = np.ones((1, 2 + 3 * len(sizes)))
         ones[0, -1] += 1e-12  # not all alike: each part is priced by itself
         priced = table.priced(np.array([i]), np.array([j]), ones)
-        assert priced[0, 0] == pytest.approx(table.seconds[i, j])
+        assert priced[0, 0] == pytest.approx(seconds[i, j])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bool", "bfloat16"])
@@ -287,24 +296,28 @@ def test_a_mesh_of_no_axes() -> None:
     """One device: one layout, no moves."""
     table = Tables(make_machine(())).of(make_type((4,)))
     assert table.layouts == ((),)
-    assert table.seconds.tolist() == [[0.0]]
+    assert seconds_of(table).tolist() == [[0.0]]
 
 
 @pytest.mark.parametrize("share", [0.03, 0.5])
-def test_first_hops_lead_along_shortest_paths(share: float) -> None:
-    """Of tables with few arcs, whose pairs are picked out, and with many; as textbooks have it, element by element."""
+def test_shortest_paths_are_those_of_textbooks(share: float) -> None:
+    """Of graphs with few arcs and with many; Floyd-Warshall element by element; rows are asked for in any order."""
     draw = np.random.default_rng(0)
     count = 40
     arcs = np.where(draw.random((count, count)) < share, draw.integers(1, 9, (count, count)), np.inf)
-    np.fill_diagonal(arcs, 0.0)
-    found, expected = arcs.copy(), arcs.copy()
-    step = _shortest(found)
+    np.fill_diagonal(arcs, np.inf)
+    ends = np.argwhere(np.isfinite(arcs))
+    paths = ShortestPaths(count, ends, arcs[tuple(ends.T)])
+    expected = np.where(np.eye(count, dtype=bool), 0.0, arcs)
     for k, a, b in itertools.product(range(count), repeat=3):
         expected[a, b] = min(expected[a, b], expected[a, k] + expected[k, b])
-    assert np.array_equal(found, expected)
+    for rows in np.array_split(draw.permutation(count), 7):
+        assert np.array_equal(paths.lengths(rows, np.arange(count)), expected[rows])
     reached = np.argwhere(np.isfinite(expected) & ~np.eye(count, dtype=bool))
     assert len(reached) > 20
     for a, b in reached:
-        hop = step[a, b]
-        assert np.isfinite(arcs[a, hop]) and hop != a
-        assert expected[a, b] == arcs[a, hop] + expected[hop, b]
+        hops = ends[paths.path(a, b)]
+        assert (hops[0, 0], hops[-1, 1]) == (a, b)
+        assert (hops[1:, 0] == hops[:-1, 1]).all()
+        assert arcs[tuple(hops.T)].sum() == expected[a, b]
+    assert paths.path(3, 3) == []

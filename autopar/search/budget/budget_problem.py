@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
@@ -53,6 +54,7 @@ class BudgetProblem:
         weights: prices of seconds, where collectives overlap kernels.
         met: grows by the labelings that the search without a budget looks at, each with its problem.
         start: a labeling that is known, for that search.
+        placed: what variables do on each axis in the last plan that was found pair by pair, to begin the next with.
         raise_bound: raises a bound of all plans within a memory constraint, of which this much is known.
     """
 
@@ -66,6 +68,7 @@ class BudgetProblem:
     weights: Weights | None = None
     met: list[tuple[Formulation, Ints]] = field(default_factory=list)
     start: Ints | None = None
+    placed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     raise_bound: Callable[[MemoryModel, Frontier], float] | None = None
 
     @staticmethod

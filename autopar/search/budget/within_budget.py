@@ -93,12 +93,14 @@ def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:
         room = None if job.memory is None else part * job.memory
         try:
             built, found = descend(
-                make, job.restrictions, searched.tables, room, limits.gap, searched.seconds, job.progress
-            )
+                make, job.restrictions, searched.tables, room, limits.gap, searched.seconds, job.progress,
+                start=None if room is not None else dict(searched.placed) or None,
+            )  # fmt: skip
         except InfeasibleError as e:
             raise failure or e from e
         plan, enough = searched.measured(searched.plan(built, LayerMix.of(found), bound, "axis by axis"))
         if enough:
+            searched.placed.update(placements(built, found, searched.tables))
             return plan
         fixed = replace(job.restrictions, fixed=placements(built, found, searched.tables), free=())
         try:

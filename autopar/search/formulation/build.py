@@ -150,9 +150,9 @@ def _with_readers_as_made(
         made = np.intersect1d(source.ports[c.out], np.concatenate(read))
         layout = consumer.ports["out", 0]
         table = context.tables.of(consumer.types["out", 0])
-        sliced = table.sliced[np.ix_(layout, made)] & (layout[:, None] != made)
+        sliced = table.sliced(layout, made) & (layout[:, None] != made)
         # Else to save the moved value holds no more than what was made.
-        less = (table.parts[layout][:, None] < table.parts[made]) & np.isfinite(table.seconds[np.ix_(made, layout)].T)
+        less = (table.parts[layout][:, None] < table.parts[made]) & np.isfinite(table.seconds(made, layout).T)
         labels, which = np.nonzero(sliced)
         freed, of = np.nonzero(less & _may_be_forward_only(consumer)[:, None])
         known[c.target] = consumer.reading_as_made(
@@ -219,8 +219,9 @@ def _edge_table(
     table = known.priced(row, column, times, chunks)
     as_made = row_made[:, None] == column + 1
     table[as_made] = 0
-    told = known.sliced[np.ix_(column, row)].T & (row[:, None] != column) & np.isin(row + 1, column_made)[:, None]
-    table[(told & (column_made == 0)) | ((column_made > 0) & (column_made != row[:, None] + 1))] = np.inf
+    if column_made.any():
+        told = known.sliced(column, row).T & (row[:, None] != column) & np.isin(row + 1, column_made)[:, None]
+        table[(told & (column_made == 0)) | ((column_made > 0) & (column_made != row[:, None] + 1))] = np.inf
     freed = (readable == FORWARD_ONLY)[:, None]
     table[~READABLE[np.ix_(readable, reads)] & ~(as_made & freed)] = np.inf
     if v.alias_only:

@@ -103,8 +103,9 @@ def features_of(
         if made.get(c.source) == column:  # the reader takes it as it was made
             continue
         region, per_second = _of_moves(context, c, int(variables[j].reads[labels[j]]))
-        apart = context.tables.of(variables[i].types[c.out]).apart(context.chunks(*c.value))
-        found[region] += per_second @ apart[:, row, column]
+        table = context.tables.of(variables[i].types[c.out])
+        apart = table.apart(np.array([row]), np.array([column]), context.chunks(*c.value))
+        found[region] += per_second @ apart[:, 0, 0]
     return dict(found)
 
 
@@ -135,8 +136,8 @@ def spent(
         row, column = variables[i].ports[c.out][labels[i]], variables[j].ports[c.into][labels[j]]
         # Without states a variable has one time at which it reads.
         region, per_second = _of_moves(context, c, int(variables[j].reads[0]))
-        apart = context.tables.of(variables[i].types[c.out]).apart(context.chunks(*c.value))
-        found = np.tensordot(per_second, apart[:, row[:, None], column[None, :]], 1)
+        apart = context.tables.of(variables[i].types[c.out]).apart(row, column, context.chunks(*c.value))
+        found = np.tensordot(per_second, apart, 1)
         found[:, variables[i].made[labels[i]][:, None] == column[None, :] + 1] = 0  # read as it was made
         # Members of a class that read each other have one label.
         yield (i, None, region, np.diagonal(found, axis1=1, axis2=2)) if i == j else (i, j, region, found)

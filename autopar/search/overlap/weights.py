@@ -39,22 +39,22 @@ class Weights:
     Attributes:
         step: how the time of a step follows from its regions.
         rows: weights by region; others have nearly all weight on kernels, or on what is communicated before these.
-        axis: the only axis of the problem that is priced; None: all of them.
+        of: the axes that are priced; None: all of them.
         chunks: whether chunks of products hide what they can; False: products and collectives are in one piece.
     """
 
     step: StepTime
     rows: Mapping[str, Floats] = field(default_factory=dict)
-    axis: int | None = None
+    of: tuple[int, ...] | None = None
     chunks: bool = True
 
     def prices(self, region: str) -> Floats:
-        """The price of each feature of a region, in seconds a second; without regions that axis has all features."""
+        """The price of each feature of a region, in seconds a second."""
         step = self.step
         parts = [self._rows(r) @ step.rows(r)[region] for r in step.affected(region)]
         found: Floats = sum(parts[1:], parts[0])
-        if self.axis is not None:
-            found = np.concatenate([found[:2], found[2 + self.axis :: self.step.axes]])
+        if self.of is not None:
+            found = np.concatenate([found[:2], found[2:].reshape(-1, self.step.axes)[:, self.of].reshape(-1)])
         return found
 
     def of_kernels(self, node: fx.Node) -> tuple[float, float, float]:
@@ -85,9 +85,9 @@ class Weights:
             found.append(np.concatenate([[kernels], sent, hidden, messages, [waits]]))
         return found[0], found[1], found[2]
 
-    def of_axis(self, axis: int) -> Weights:
-        """The same prices for a problem that has one of the axes alone."""
-        return replace(self, axis=axis)
+    def of_axes(self, axes: Sequence[int]) -> Weights:
+        """The same prices for a problem that has some of the axes alone."""
+        return replace(self, of=tuple(axes))
 
     def at_level(self, plans: Sequence[Mapping[str, Floats]], bound: float) -> tuple[Weights, float]:
         """The next weights to try, and seconds that no weights' bound exceeds, whatever other plans there are.

@@ -3,16 +3,14 @@
 Moves are all-gather, reduce-scatter, all-reduce, all-to-all (also of rows by their experts), and local ones: a slice,
 the rows of a device's own experts, and these put where they were among the others. Axes that split one factor nest in
 mesh order, so only the innermost of them can be moved. Gradients in few bits may also be reduced along several axes
-in a row, innermost first: what is sent across the outer ones, which are slow, is a part then. All pairs are found at
-once: Floyd-Warshall over the tensor's layouts (R. W. Floyd, "Algorithm 97: Shortest path", 1962), in numpy. `moves` has
-the moves, `move_seconds` what each takes.
+in a row, innermost first: what is sent across the outer ones, which are slow, is a part then. `moves` has the moves,
+`move_seconds` what each takes, `shortest` how the cheapest sequences are found.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -24,9 +22,10 @@ from autopar.ir.quantized.axes import GRADIENTS, WEIGHTS
 from autopar.rules.remembered import remembered
 from autopar.sharding.redistribute.move_seconds import Kinds, MoveSeconds
 from autopar.sharding.redistribute.moves import Machine, Move, exchanges, innermost, move_kind, moved_bytes
+from autopar.sharding.redistribute.shortest import Floats, Ints, ShortestPaths
 
-Arcs = Mapping[tuple[int, int], tuple[Move, ...]]
-"""The moves, mostly one, that lead from one layout to another, by their numbers."""
+MOST_KEPT = 600
+"""Of up to so many layouts, which three axes have, the seconds of all pairs are kept, told apart; else of none."""
 
 _QUANTIZED = {"all_gather": WEIGHTS, "reduce_scatter": GRADIENTS}
 """Kinds of moves that may be in few bits, and what they are of then."""
@@ -38,7 +37,9 @@ class Redistributions(MoveSeconds):
     def __init__(self, type_: TensorType, machine: Machine) -> None:
         """Enumerate layouts; costs are computed when they are asked for."""
         super().__init__(type_, machine)
-        self._apart: dict[Kinds, NDArray[np.float64]] = {}
+        self._alone: dict[Kinds, Floats] = {}
+        self._kept: dict[Kinds, Floats] = {}
+        self._joined: dict[tuple[int, int, Kinds], Floats] = {}
 
     def moves(self) -> list[Move]:
         """Every legal single-axis move between two layouts."""
@@ -112,90 +113,107 @@ class Redistributions(MoveSeconds):
         return fewer if fewer.bits and sent < whole else move
 
     @cached_property
-    def _solved(self) -> tuple[NDArray[np.float64], NDArray[np.int64], Arcs]:
-        count = len(self.layouts)
-        distance = np.full((count, count), np.inf)
-        np.fill_diagonal(distance, 0.0)
+    def _arcs(self) -> list[tuple[Move, ...]]:
+        """The moves, mostly one, that lead from a layout to another."""
         chains = self.chains()
         # Where axes inside can be reduced first, they are: fewer terms are rounded, and what costs alike is one rule.
         later = {(c[0].source, c[-1].axis, c[-1].target[c[-1].axis]) for c in chains if c[-1].bits}
-        arcs: dict[tuple[int, int], tuple[Move, ...]] = {
-            (self.index[m.source], self.index[m.target]): (m,)
-            for m in self.moves()
-            if not m.bits or (m.source, m.axis, m.target[m.axis]) not in later
-        }
-        arcs |= {(self.index[c[0].source], self.index[c[-1].target]): c for c in chains}
-        seconds = iter(self.move_seconds([move for arc in arcs.values() for move in arc]).tolist())
-        for (a, b), arc in arcs.items():
-            distance[a, b] = sum(next(seconds) for _ in arc)
-        return distance, _shortest(distance), arcs
-
-    @property
-    def seconds(self) -> NDArray[np.float64]:
-        """``[layouts, layouts]``: time from row to column; inf where there is none (nothing becomes Partial)."""
-        return self._solved[0]
+        single = [(m,) for m in self.moves() if not m.bits or (m.source, m.axis, m.target[m.axis]) not in later]
+        return list({(arc[0].source, arc[-1].target): arc for arc in [*single, *chains]}.values())
 
     @cached_property
-    def sliced(self) -> NDArray[np.bool_]:
-        """``[layouts, layouts]``: whether nothing is sent along the path from row to column."""
-        distance, step, arcs = self._solved
-        local = np.eye(len(self.layouts), dtype=bool)
-        for end, arc in arcs.items():
-            local[end] = all(move.kind == "slice" for move in arc)
-        at, target = step, np.arange(len(self.layouts))[None, :]
-        found: NDArray[np.bool_] = np.isfinite(distance) & np.take_along_axis(local, at, 1)
-        while (at != target).any():
-            following = np.where(np.isfinite(distance), step[at, target], target)
-            found &= local[at, following]
-            at = following
+    def _paths(self) -> ShortestPaths:
+        ends = [(self.index[arc[0].source], self.index[arc[-1].target]) for arc in self._arcs]
+        lengths = self._own(frozenset())[:, :-1].sum(0)
+        return ShortestPaths(len(self.layouts), np.array(ends, dtype=np.int64).reshape(-1, 2), lengths)
+
+    def _of_arcs(self, of_moves: Floats) -> Floats:
+        """What the moves of each arc have together, from what each of them has, in the last dim."""
+        first = np.cumsum([0, *map(len, self._arcs)])[:-1]
+        return np.add.reduceat(of_moves, first, axis=-1) if len(first) else of_moves
+
+    def seconds(self, rows: Ints, columns: Ints) -> Floats:
+        """``[A, B]``: time from some layouts to others; inf where there is no way (nothing becomes Partial)."""
+        return self._paths.lengths(rows, columns)
+
+    def sliced(self, rows: Ints, columns: Ints) -> NDArray[np.bool_]:
+        """``[A, B]``: whether nothing is sent along the path from one of some layouts to one of others."""
+        local = np.array([*(all(move.kind == "slice" for move in arc) for arc in self._arcs), True], dtype=bool)
+        found = np.isfinite(self.seconds(rows, columns))
+        for arc, _ in self._paths.backwards(rows, columns):
+            found &= local[arc]
         return found
 
-    def apart(self, chunks: Kinds = frozenset()) -> NDArray[np.float64]:
-        """``[2 + 3 axes, layouts, layouts]``: along each path seconds as `chunked_seconds` tells them apart."""
-        if chunks in self._apart:
-            return self._apart[chunks]
-        distance, step, arcs = self._solved
-        count = len(self.layouts)
-        ends = np.array([end for end, arc in arcs.items() for _ in arc], dtype=np.int64).reshape(-1, 2)
-        own = self.chunked_seconds([move for arc in arcs.values() for move in arc], chunks)
-        hops = np.zeros((len(own), count, count))
-        np.add.at(hops, (slice(None), ends[:, 0], ends[:, 1]), own)  # type: ignore[arg-type]
-        # What two moves in a row take less than each by itself, if these are the next on the way to a target.
-        less = np.zeros_like(hops)
-        for (a, b), (_, c) in self._pairs(arcs, chunks):
-            together = self.chunked_seconds([*arcs[a, b], *arcs[b, c]], chunks).sum(1)
-            targets = (step[a] == b) & (step[b] == c) & np.isfinite(distance[a])
-            less[:, a, targets] = (together - hops[:, a, b] - hops[:, b, c])[:, None]
-        found = np.zeros_like(hops)
-        target = np.tile(np.arange(count), (count, 1))
-        at = np.where(np.isfinite(distance), target.T, target)
-        while (at != target).any():
-            following = step[at, target]
-            found += np.where(at == target, 0.0, hops[:, at, following] + less[:, at, target])
-            at = np.where(at == target, at, following)
-        self._apart[chunks] = found
+    def apart(self, rows: Ints, columns: Ints, chunks: Kinds = frozenset()) -> Floats:
+        """``[2 + 3 axes, A, B]``: along paths seconds as `chunked_seconds` tells them apart; zeros where there is none.
+
+        Args:
+            rows: numbers of the layouts that paths begin at, [A].
+            columns: numbers of those that they lead to, [B].
+            chunks: kinds of collectives that chunks of products may hide.
+        """
+        if len(self.layouts) > MOST_KEPT:
+            return self._apart(rows, columns, chunks)
+        if chunks not in self._kept:
+            every = np.arange(len(self.layouts))
+            self._kept[chunks] = self._apart(every, every, chunks)
+        return self._kept[chunks][:, rows[:, None], columns]
+
+    def _apart(self, rows: Ints, columns: Ints, chunks: Kinds) -> Floats:
+        own = self._own(chunks)
+        found = np.zeros((len(own), len(rows), len(columns)))
+        for arc, before in self._paths.backwards(rows, columns):
+            found += own[:, arc]
+            if chunks:
+                self._add_joined(found, before, arc, chunks)
         return found
 
-    def _pairs(self, arcs: Arcs, chunks: Kinds) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """Moves in a row that chunks make one of."""
-        kinds = {"all_to_all": "all_gather", "reduce_scatter": "all_to_all"}
-        following: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
-        single = {end: arc[0] for end, arc in arcs.items() if len(arc) == 1}
-        for end, move in single.items() if chunks else ():
-            if move.kind in kinds.values():
-                following.setdefault((end[0], move.axis, move.kind), []).append(end)
-        for first, move in single.items() if following else ():
-            for then in following.get((first[1], move.axis, kinds.get(move.kind, "")), ()):
-                if self._joined_units(move, single[then], chunks):
-                    yield first, then
+    def _own(self, chunks: Kinds) -> Floats:
+        """``[2 + 3 axes, arcs + 1]``: seconds of each arc by itself; the last one is none."""
+        if chunks not in self._alone:
+            moves = [move for arc in self._arcs for move in arc]
+            found = self._of_arcs(self.apart_seconds(moves, self.units(moves, chunks)))
+            self._alone[chunks] = np.concatenate([found, np.zeros((len(found), 1))], axis=1)
+        return self._alone[chunks]
 
-    def priced(
-        self,
-        rows: NDArray[np.int64],
-        columns: NDArray[np.int64],
-        prices: NDArray[np.float64],
-        chunks: Kinds = frozenset(),
-    ) -> NDArray[np.float64]:
+    def _add_joined(self, found: Floats, first: Ints, then: Ints, chunks: Kinds) -> None:
+        """Add what two arcs in a row take less than each by itself, where chunks make one of them.
+
+        Args:
+            found: ``[2 + 3 axes, A, B]``, of paths.
+            first: arcs, [A, B]; `NO_ARC` where there is none.
+            then: the arcs after these.
+            chunks: kinds of collectives that chunks of products may hide.
+        """
+        kinds, axes = self._kinds, len(self.machine.sizes)
+        exchanges = (kinds[first] == kinds[then] - axes) & (kinds[first] >= 0) & (kinds[first] < 2 * axes)
+        pairs, which = np.unique(np.stack([first[exchanges], then[exchanges]]), axis=1, return_inverse=True)
+        if not pairs.size:
+            return
+        less = np.stack([self._less(int(a), int(b), chunks) for a, b in pairs.T], axis=1)
+        found[:, exchanges] += less[:, which.reshape(-1)]
+
+    @cached_property
+    def _kinds(self) -> Ints:
+        """A number for each arc; two in a row may be made one where the second has that of the first and the axes."""
+        order, axes = ("reduce_scatter", "all_to_all", "all_gather"), len(self.machine.sizes)
+        numbers = [
+            order.index(arc[0].kind) * axes + arc[0].axis if len(arc) == 1 and arc[0].kind in order else -axes - 1
+            for arc in self._arcs
+        ]
+        return np.array([*numbers, -axes - 1], dtype=np.int64)
+
+    def _less(self, first: int, then: int, chunks: Kinds) -> Floats:
+        """``[2 + 3 axes]``: what two arcs take together, without what each takes by itself."""
+        key = first, then, chunks
+        if key not in self._joined:
+            (a,), (b,), own = self._arcs[first], self._arcs[then], self._own(chunks)
+            together = self.chunked_seconds([a, b], chunks).sum(1)
+            joined = self.joins(a, b, chunks)
+            self._joined[key] = together - own[:, first] - own[:, then] if joined else np.zeros(len(own))
+        return self._joined[key]
+
+    def priced(self, rows: Ints, columns: Ints, prices: Floats, chunks: Kinds = frozenset()) -> Floats:
         """Seconds from some layouts to others, each kind at a price; inf where there is no way.
 
         Args:
@@ -204,15 +222,13 @@ class Redistributions(MoveSeconds):
             prices: of what `chunked_seconds` tells apart, for each column, [B, 2 + 3 axes].
             chunks: kinds of collectives that chunks of products may hide.
         """
-        chosen = np.ix_(rows, columns)
-        seconds: NDArray[np.float64] = self.seconds[chosen]
+        seconds = self.seconds(rows, columns)
         if (prices == prices[:, :1]).all():
             return seconds * prices[:, 0]
-        # Prices differ by when a value is moved, so that they are few: each prices all layouts in one product.
+        # Prices differ by when a value is moved, so that they are few.
         different, which = np.unique(prices, axis=0, return_inverse=True)
-        apart = self.apart(chunks)
-        priced = (different @ apart.reshape(len(apart), -1)).reshape(-1, *apart.shape[1:])
-        return np.where(np.isfinite(seconds), priced[which[None, :], chosen[0], chosen[1]], np.inf)
+        priced = np.tensordot(different, self.apart(rows, columns, chunks), 1)
+        return np.where(np.isfinite(seconds), priced[which, :, np.arange(len(columns))].T, np.inf)
 
     def path(self, source: Layout, target: Layout) -> tuple[Move, ...]:
         """The cheapest moves from ``source`` to ``target``.
@@ -220,43 +236,10 @@ class Redistributions(MoveSeconds):
         Raises:
             ValueError: there are none.
         """
-        distance, step, arcs = self._solved
-        a, b = self.index[source], self.index[target]
-        if not np.isfinite(distance[a, b]):
+        arcs = self._paths.path(self.index[source], self.index[target])
+        if not arcs and source != target:
             raise ValueError(f"no way to redistribute {self.type} from {source} to {target}")
-        found: list[Move] = []
-        while a != b:
-            hop = int(step[a, b])
-            found += arcs[a, hop]
-            a = hop
-        return tuple(found)
-
-
-_FEW = 0.35
-"""Share of all pairs below which the pairs that a layout may be between are picked out: of sums, few."""
-
-
-def _shortest(distance: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Make distances of single moves those of the shortest paths; the first hop from row towards column."""
-    count = len(distance)
-    step = np.tile(np.arange(count), (count, 1))
-    # Floyd-Warshall, rows and columns at once: paths through the first k layouts.
-    for k in range(count):
-        rows, columns = np.flatnonzero(np.isfinite(distance[:, k])), np.flatnonzero(np.isfinite(distance[k]))
-        if few := len(rows) * len(columns) < _FEW * count * count:
-            through, known = distance[rows, k, None] + distance[k, columns], distance[np.ix_(rows, columns)]
-        else:
-            through, known = distance[:, k, None] + distance[None, k, :], distance
-        # Strictly shorter only: among equal paths the first one found stays, in every process.
-        better = through < known
-        if few:
-            a, b = np.nonzero(better)
-            distance[rows[a], columns[b]] = through[a, b]
-            step[rows[a], columns[b]] = step[rows[a], k]
-        elif better.any():
-            np.copyto(distance, through, where=better)
-            np.copyto(step, step[:, k, None], where=better)
-    return step
+        return tuple(move for arc in arcs for move in self._arcs[arc])
 
 
 class Tables:

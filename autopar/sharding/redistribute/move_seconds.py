@@ -73,18 +73,17 @@ class MoveSeconds:
 
     def move_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """Time of each move: what `autopar.sharding.emit.MoveEmitter` emits, collective and kernels, with launches."""
-        return self.local_seconds(moves) + self.sent_seconds(moves) + self.waits(moves)
+        found: NDArray[np.float64] = self.apart_seconds(moves).sum(0)
+        return found
 
-    def sent_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+    def _sent_seconds(
+        self, moves: Sequence[Move], size: NDArray[np.float64], links: Sequence[Link], launch: float
+    ) -> NDArray[np.float64]:
         """The part of each move that its collective takes."""
-        return self._sent_seconds(moves, self.machine.links, self.machine.device.launch)
-
-    def _sent_seconds(self, moves: Sequence[Move], links: Sequence[Link], launch: float) -> NDArray[np.float64]:
         seconds = np.zeros(len(moves))
         groups: dict[tuple[str, int], list[int]] = {}
         for i, move in enumerate(moves):
             groups.setdefault((move.collective, move.axis), []).append(i)
-        size = np.array([self._moved_bytes(move) for move in moves])
         for (kind, axis), members in groups.items():
             # Along an axis of one device nothing is emitted; no move is free, or plans could make it at will.
             if self.machine.sizes[axis] == 1:
@@ -94,23 +93,19 @@ class MoveSeconds:
                 seconds[members] += ring + launch
         return seconds
 
-    def _moved_bytes(self, move: Move) -> float:
-        """`moved_bytes` by the parts that are known already."""
-        if move.bits:
-            return moved_bytes(self.type, move, self.machine.sizes, self.machine.load)
-        parts = self.parts
-        return sent_whole(self.type, move) / min(
-            float(parts[self._number(move.source)]), float(parts[self._number(move.target)])
-        )
+    def _moved_bytes(self, moves: Sequence[Move], ends: NDArray[np.int64]) -> NDArray[np.float64]:
+        """`moved_bytes` of each move, by the parts that are known already."""
+        kinds = {move.kind: sent_whole(self.type, move) for move in moves}
+        found: NDArray[np.float64] = np.array([kinds[move.kind] for move in moves]) / self.parts[ends].min(1)
+        for i, move in enumerate(moves):
+            if move.bits:
+                found[i] = moved_bytes(self.type, move, self.machine.sizes, self.machine.load)
+        return found
 
-    def message_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
-        """What `sent_seconds` has of latency and launch: values that are sent together take it once."""
-        return self.sent_seconds(moves) - self._sent_seconds(moves, tuple(map(_without_latency, self.machine.links)), 0)
-
-    def waits(self, moves: Sequence[Move]) -> NDArray[np.float64]:
-        """For how long kernels wait for the collective of each move besides, where it does not hide."""
-        sizes, links = self.machine.sizes, self.machine.links
-        return np.array([links[m.axis].wait if m.kind not in LOCAL_MOVES and sizes[m.axis] > 1 else 0.0 for m in moves])
+    def _ends(self, moves: Sequence[Move]) -> NDArray[np.int64]:
+        """``[moves, 2]``: the numbers of the layouts before and after each move."""
+        found = [(self._number(move.source), self._number(move.target)) for move in moves]
+        return np.array(found, dtype=np.int64).reshape(-1, 2)
 
     def local_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """The part of each move that the device's own kernels take: casts, and copies to and from a collective's order.
@@ -118,14 +113,18 @@ class MoveSeconds:
         Collectives exchange blocks of the first dim: a factor that has others before it is brought there, or back from
         there, by a copy. A slice is always one. What is not row-major is copied besides, see `TensorType.relaid`.
         """
+        return self._local_seconds(moves, self._ends(moves))
+
+    def _local_seconds(self, moves: Sequence[Move], ends: NDArray[np.int64]) -> NDArray[np.float64]:
         if not moves:
             return np.zeros(0)
         device, own = self.machine.device, item_bytes(self.type.dtype)
         sent, cast = (np.array(column, dtype=np.float64) for column in zip(*map(self._items, moves), strict=True))
+        numbers: list[list[int]] = ends.tolist()
         before, after = (
-            np.array([count(m) for m in moves], dtype=np.float64) for count in (self._copies_before, self._copies_after)
+            np.array([count(m, *of) for m, of in zip(moves, numbers, strict=True)], dtype=np.float64)
+            for count in (self._copies_before, self._copies_after)
         )
-        ends = np.array([(self._number(m.source), self._number(m.target)) for m in moves], dtype=np.int64)
         source, target = (self.type.numel / self.parts[ends]).T
         moved = source * (cast + 2 * sent * before) + target * (cast + 2 * own * after)
         kernels = 2 * (cast > 0) + before + after
@@ -167,8 +166,8 @@ class MoveSeconds:
         wired = own in WIRE and not reduces(move.kind) and move.kind not in LOCAL_MOVES
         return item_bytes(own), item_bytes(own) + item_bytes(WIRE[own]) if wired else 0
 
-    def _copies_before(self, move: Move) -> int:
-        """Copies of what is moved: the factor that is split comes first, and all is row-major."""
+    def _copies_before(self, move: Move, source: int, target: int) -> int:
+        """Copies of what is moved from a layout to another: the factor that is split comes first; all is row-major."""
         into = move.target[move.axis]
         if move.kind in (OWN_ROWS, PLACE_ROWS):
             return int(move.kind == PLACE_ROWS)
@@ -176,11 +175,11 @@ class MoveSeconds:
             return int(not isinstance(into, ByExpert))
         if isinstance(into, Interleaved):
             return 1
-        if move.kind in ("reduce_scatter", "all_to_all") and self._outer(move.source, into) > 1:
+        if move.kind in ("reduce_scatter", "all_to_all") and self._outer(source, into) > 1:
             return 1
         return int(self.type.relaid > 0 and move.kind != "all_reduce")
 
-    def _copies_after(self, move: Move) -> int:
+    def _copies_after(self, move: Move, source: int, target: int) -> int:
         """Copies of the result: the factor that was split comes back to its place; a slice is one, or two."""
         kind, out, into = move.kind, move.source[move.axis], move.target[move.axis]
         count = int(self.type.relaid > 1)
@@ -189,18 +188,18 @@ class MoveSeconds:
         if exchanges(out, into):  # into the order of experts
             return count + isinstance(into, ByExpert)
         if kind in ("all_gather", "all_to_all"):
-            count += self._outer(move.source if kind == "all_gather" else move.target, out) > 1
+            count += self._outer(source if kind == "all_gather" else target, out) > 1
         if kind == SLICE:
             assert isinstance(into, Split)
             # Before its own there is another one where blocks of other factors of its dim do not follow one another.
-            outer, end = self._outer(move.target, into), self._outer(move.target, Split(into.dim + 1))
-            count += 1 + (end > outer > self._outer(move.target, Split(into.dim)))
+            outer, end = self._outer(target, into), self._outer(target, Split(into.dim + 1))
+            count += 1 + (end > outer > self._outer(target, Split(into.dim)))
         return count
 
-    def _outer(self, layout: Layout, position: Placement) -> int:
+    def _outer(self, layout: int, position: Placement) -> int:
         """Local elements of the dims and factors before the one at a position."""
         assert isinstance(position, Split)
-        return int(self._before[self._number(layout), self._column[position.dim, position.factor]])
+        return self._before[layout][self._column[position.dim, position.factor]]
 
     @cached_property
     def _column(self) -> dict[tuple[int, int], int]:
@@ -209,7 +208,7 @@ class MoveSeconds:
         return {position: i for i, position in enumerate(every)}
 
     @cached_property
-    def _before(self) -> NDArray[np.int64]:
+    def _before(self) -> list[list[int]]:
         """``[layouts, factors + 1]``: local elements of all factors before each, and of all."""
         sizes = [f.size for dim in self.type.dims for f in (dim or (Factor("", 1),))]
         local = np.tile(np.array(sizes, dtype=np.int64), (len(self.layouts), 1))
@@ -217,57 +216,73 @@ class MoveSeconds:
             for placement, n in zip(layout, self.machine.sizes, strict=True):
                 if isinstance(placement, Split):
                     local[i, self._column[placement.dim, placement.factor]] //= n
-        return np.cumprod(np.concatenate([np.ones((len(local), 1), dtype=np.int64), local], axis=1), axis=1)
+        found = np.cumprod(np.concatenate([np.ones((len(local), 1), dtype=np.int64), local], axis=1), axis=1)
+        return found.tolist()  # type: ignore[no-any-return]
 
     def chunked_seconds(self, moves: Sequence[Move], chunks: Kinds = frozenset()) -> NDArray[np.float64]:
         """``[2 + 3 axes, moves]``: at least what moves of a value take, one after the other, told apart.
 
         Seconds of kernels, then of what collectives send on each axis, then on each axis of those that chunks of a
         product hide at the most: all but the first chunk. Chunks need no exchange that only makes another dim the
-        first, nor copies. Then of messages on each axis, see `message_seconds`, which are among what is sent where
-        there are chunks; and in the end of waits.
+        first, nor copies. Then latency and launches on each axis, which are among what is sent where there are chunks;
+        and in the end waits.
 
         Args:
             moves: in their order.
             chunks: kinds of collectives beside which there is a product of their rows.
         """
-        axes = len(self.machine.sizes)
-        found = np.zeros((2 + 3 * axes, len(moves)))
-        found[0], found[-1] = self.local_seconds(moves), self.waits(moves)
-        sent, messages = self.sent_seconds(moves), self.message_seconds(moves)
-        for i, move in enumerate(moves):
-            found[1 + move.axis, i], found[1 + 2 * axes + move.axis, i] = sent[i] - messages[i], messages[i]
-        if not chunks:
-            return found
-        units = [self._units(move, chunks) for move in moves]
         gone: set[int] = set()
+        units = self.units(moves, chunks)
         for i, (move, then) in enumerate(itertools.pairwise(moves)):
-            joined = self._joined_units(move, then, chunks)
+            joined = self.joins(move, then, chunks)
             if joined:
                 exchange = i if move.kind == "all_to_all" else i + 1
                 gone.add(exchange)
                 units[2 * i + 1 - exchange] = joined
-        for i, move in enumerate(moves):
-            if i in gone:
-                found[:, i] = 0
-            elif units[i] > 1:
-                size, link = self._moved_bytes(move), self.machine.links[move.axis]
-                first = float(COLLECTIVES[move.collective](size / units[i], self.machine.sizes[move.axis], link))
-                first = min(first + self.machine.device.launch, float(sent[i]))
-                found[1 + axes + move.axis, i] = sent[i] - first
-                found[0, i], found[1 + move.axis, i], found[1 + 2 * axes + move.axis, i] = 0, first, 0
+        found = self.apart_seconds(moves, units)
+        found[:, sorted(gone)] = 0
         return found
+
+    def apart_seconds(self, moves: Sequence[Move], units: Sequence[int] = ()) -> NDArray[np.float64]:
+        """The same of moves that do not follow one another, each in its number of pieces."""
+        axes, ends, (sizes, links) = (
+            len(self.machine.sizes),
+            self._ends(moves),
+            (self.machine.sizes, self.machine.links),
+        )
+        found, size = np.zeros((2 + 3 * axes, len(moves))), self._moved_bytes(moves, ends)
+        found[0], found[-1] = self._local_seconds(moves, ends), self._waits(moves)
+        # Values that are sent together take latency and launch once.
+        sent = self._sent_seconds(moves, size, links, self.machine.device.launch)
+        alone = self._sent_seconds(moves, size, tuple(map(_without_latency, links)), 0)
+        axis, every = np.array([move.axis for move in moves], dtype=np.int64), np.arange(len(moves))
+        found[1 + axis, every], found[1 + 2 * axes + axis, every] = alone, sent - alone
+        for i, move in ((i, moves[i]) for i, pieces in enumerate(units) if pieces > 1):
+            first = float(COLLECTIVES[move.collective](size[i] / units[i], sizes[move.axis], links[move.axis]))
+            first = min(first + self.machine.device.launch, float(sent[i]))
+            found[1 + axes + move.axis, i] = sent[i] - first
+            found[0, i], found[1 + move.axis, i], found[1 + 2 * axes + move.axis, i] = 0, first, 0
+        return found
+
+    def _waits(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """For how long kernels wait for the collective of each move besides, where it does not hide."""
+        sizes, links = self.machine.sizes, self.machine.links
+        return np.array([links[m.axis].wait if m.kind not in LOCAL_MOVES and sizes[m.axis] > 1 else 0.0 for m in moves])
+
+    def units(self, moves: Sequence[Move], chunks: Kinds) -> list[int]:
+        """Into how many pieces chunks may cut each move's collective; 0: it stays whole."""
+        return [self._units(move, chunks) for move in moves] if chunks else []
 
     def _units(self, move: Move, chunks: Kinds) -> int:
         """Into how many pieces chunks may cut a move's collective; 0: it stays whole."""
-        if move.kind not in chunks or self.machine.sizes[move.axis] == 1:
+        if not chunks or move.kind not in chunks or self.machine.sizes[move.axis] == 1:
             return 0
         return PIECES if move.kind == "all_reduce" else self._blocks(move.source, move.target, move.axis)
 
-    def _joined_units(self, move: Move, then: Move, chunks: Kinds) -> int:
+    def joins(self, move: Move, then: Move, chunks: Kinds) -> int:
         """The same of two moves, one of which only exchanges blocks for the other, which is then left out."""
         gathers = (move.kind, then.kind) == ("all_to_all", "all_gather")
-        if move.axis != then.axis or move.target != then.source or self.machine.sizes[move.axis] == 1:
+        if not chunks or move.axis != then.axis or move.target != then.source or self.machine.sizes[move.axis] == 1:
             return 0
         if not gathers and (move.kind, then.kind) != ("reduce_scatter", "all_to_all"):
             return 0
@@ -280,7 +295,7 @@ class MoveSeconds:
         others = [p for i, p in enumerate(layout) if i != axis and self.machine.sizes[i] > 1 and isinstance(p, Split)]
         if type(split) is not Split or any(type(p) is not Split or p == split for p in others):
             return 0
-        blocks = self._outer(layout, split)
+        blocks = self._outer(self._number(layout), split)
         # Of one axis alone, which stands for a mesh of several: others may split the blocks.
         return min(blocks, MOST_UNITS) if 2 <= blocks <= MOST_UNITS or len(layout) == 1 else 0
 

@@ -153,22 +153,28 @@ def test_no_plan_is_faster_than_the_bound_of_any_weights(name: str) -> None:
         assert found.certificate.lower_bound <= min(seconds) * (1 + 1e-9)
 
 
-@pytest.mark.deep
-def test_no_plan_is_faster_than_the_bound_of_three_axes() -> None:
-    """Each axis has a problem of its own there, with the prices of that axis."""
-    axes, cluster = {"a": 2, "b": 2, "c": 2}, Cluster.preset("h100")
-    program, dims, classes = parts("llama", 1)
+@pytest.mark.parametrize(("name", "count", "recipes"), [
+    ("mlp", 4, []), pytest.param("llama", 3, ["ddp", "fsdp"], marks=pytest.mark.deep),
+])  # fmt: skip
+def test_no_plan_is_faster_than_the_bound_of_blocks_of_axes(name: str, count: int, recipes: list[str]) -> None:
+    """Each block has a problem of its own there, with the prices of its axes."""
+    axes, cluster = dict.fromkeys("abcd"[:count], 2), Cluster.preset("h100")
+    program, dims, classes = parts(name, 1)
     regions = regions_of(program)
     machine = Machine(tuple(axes), tuple(axes.values()), cluster.link_for(axes), cluster.device)
     plans = [replace(random_plan(program, dims, axes, cluster, seed), overlap=True) for seed in range(4)]
-    plans += [solve(program, axes, cluster, search=Search(recipe=r, cache=False)) for r in ("ddp", "fsdp")]
+    plans += [solve(program, axes, cluster, search=Search(recipe=r, cache=False)) for r in recipes]
     assert all(plan.overlap for plan in plans)
     least = min(predict(program, dims, plan, classes).predicted.step_seconds for plan in plans)
     step, random = StepTime(regions, len(axes), 1, regions.units), np.random.default_rng(0)
     rows = {region: random.dirichlet(np.ones(len(step.rows(region)[region]))) for region in {*regions.names.values()}}
     for weights in (Weights(step), Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)[BEFORE]))[0]})):
-        fixed, claims = bound_by_axes(program, dims, classes, machine, Restrictions(), weights)
-        assert 0 < fixed + sum(claim.bound for claim in claims) <= least * (1 + 1e-9)
+        bounds = []
+        for together in range(1, count):
+            fixed, claims = bound_by_axes(program, dims, classes, machine, Restrictions(), weights, together=together)
+            assert len(claims) == count - together + 1
+            bounds.append(fixed + sum(claim.bound for claim in claims))
+        assert 0 < min(bounds) <= max(bounds) <= least * (1 + 1e-9)
 
 
 def test_a_move_is_counted_where_its_reader_waits_for_it() -> None:

@@ -23,7 +23,7 @@ def operator_variable(context: BuildContext, key: str) -> Variable:
     """The variable of a class of operators."""
     node, count = context.classes.members[key][0], context.classes.count[key]
     operator = context.dims.operators[node]
-    chosen, seconds = _timed_candidates(operator, _allowed(context, key, operator), context.tables.machine)
+    chosen, seconds = timed_candidates(operator, _allowed(context, key, operator), context.tables.machine)
     types, ports = _ports(context, operator, chosen)
     invariant = node in context.program.microbatch_invariant
     runs = 1 if invariant else context.program.runs(node)  # of an invariant, its states say how often it runs
@@ -43,7 +43,7 @@ def operator_variable(context: BuildContext, key: str) -> Variable:
 
 
 @remembered(4096)
-def _timed_candidates(
+def timed_candidates(
     operator: Operator, allowed: tuple[frozenset[str], ...], machine: Machine
 ) -> tuple[Candidates, Floats]:
     """Candidates of an operator and their seconds: the same for each memory model, and for all prices of seconds."""
