@@ -23,6 +23,7 @@ from autopar.module.low_communication.settings import Settings
 from autopar.module.low_communication.tokens import Tokens, weight_of
 from autopar.module.low_communication.worker_exchange import WorkerExchange
 from autopar.module.parallel_module import ParallelModule
+from autopar.runtime.agreement.points import NOT_FINITE
 from autopar.runtime.state.parameters import checksum
 
 logger = logging.getLogger("autopar")
@@ -240,10 +241,15 @@ class LocalSteps(WorkerExchange):
         self._require_known(outer.anchor, tensors)
         self.exchanges += 1
         what = f"outer exchange {self.exchanges} of {self.model._autopar.name}"
-        details = (("the fragment", str(fragment)), ("local steps", str(self.steps)), ("settings", str(self.settings)))
+        infinite = first_infinite({n: tensors[n] for n in self._fragments[fragment]}) or "none"
+        details = (
+            ("the fragment", str(fragment)), ("local steps", str(self.steps)), ("settings", str(self.settings)),
+            (NOT_FINITE, infinite),
+        )  # fmt: skip
         self._workers.everyone.meet(what, details)
-        infinite = first_infinite({n: tensors[n] for n in self._fragments[fragment]})
-        weight = self._weight(fragment, what, idle, infinite)
+        if infinite != "none":  # on all ranks the same
+            raise RankError(f"{what}: {infinite!r} is not finite: find what made it so, and load a checkpoint")
+        weight = self._weight(fragment, what, idle)
         with self._workers.everyone.during(what):
             difference = outer.difference(fragment, tensors)
             if weight != 1:
@@ -254,31 +260,15 @@ class LocalSteps(WorkerExchange):
         count, itemsize = difference.numel(), difference.itemsize
         self.bytes_sent += sent_bytes(count, itemsize, self._workers.count, self.settings.bits) if count else 0
 
-    def _weight(self, fragment: int, what: str, idle: bool, infinite: str) -> float:
-        """How much this worker counts in the mean of a fragment; collective.
-
-        Args:
-            fragment: its number.
-            what: is about to be done.
-            idle: whether workers may have trained on nothing.
-            infinite: the name of a parameter of this rank that is not finite, if there is one.
-
-        Raises:
-            RankError: a rank has such a parameter, or has counted wrongly.
-        """
+    def _weight(self, fragment: int, what: str, idle: bool) -> float:
+        """How much this worker counts in the mean of a fragment; collective where that is asked for."""
         assert self.settings is not None
-        own = infinite, (self._workers.index, self._tokens.since(fragment))
-        said = self._workers.everyone.gather(own, f"the weights of {what}")
-        for rank, (name, _) in enumerate(said):
-            if name:
-                raise RankError(
-                    f"parameter {name!r} on rank {rank} is not finite in {what}: all workers would have it; find what "
-                    "made it so, and load a checkpoint"
-                )
         if not self.settings.weighted:
             return 1.0
+        own = self._workers.index, self._tokens.since(fragment)
         self._tokens.sent[fragment] = self._tokens.total
-        return weight_of(self._workers.index, [counted for _, counted in said], idle=idle)
+        counted = self._workers.everyone.gather(own, f"the tokens of {what}")
+        return weight_of(self._workers.index, counted, idle=idle)
 
     def _use(self, fragment: int, mix: float) -> None:
         """Take what was sent of a fragment, unless it has been taken already."""
