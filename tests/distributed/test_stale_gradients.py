@@ -170,6 +170,8 @@ def wrong(rank: int) -> str:
     model.up.requires_grad_(False)  # nobody would own it when it is trained again
     with pytest.raises(AutoparError, match=r"'up\.bias' is no longer trained: freeze and unfreeze before"):
         optimizer.step()
+    with pytest.raises(AutoparError, match=r"'up\.bias' is no longer trained"):
+        stale.synchronize()
     model.up.requires_grad_(True)
     optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()]})
     with pytest.raises(AutoparError, match="optimizer's groups are others than when stale gradients began"):

@@ -275,9 +275,11 @@ class LocalSteps(WorkerExchange):
         if fragment not in self._in_flight:
             return
         assert self._outer is not None and self.settings is not None
+        tensors = self._tensors()
+        self._require_known(self._outer.anchor, tensors)
         with self._workers.everyone.during(f"the mean of fragment {fragment}"):
             mean = self._in_flight.pop(fragment).wait()
-        self._outer.apply(fragment, self._tensors(), mean, self.settings, mix)
+        self._outer.apply(fragment, tensors, mean, self.settings, mix)
 
     def _settings(self) -> Settings | None:
         return self.settings

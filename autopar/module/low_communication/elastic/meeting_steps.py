@@ -194,6 +194,7 @@ class MeetingSteps(OptimizerSteps):
         """
         if self._underway is None:
             return False
+        self._require_known(self._made().anchor, self._tensors())
         underway, self._underway = self._underway, None
         held, outer, settings = underway.wait(self._alive), self._made(), self.settings
         assert settings is not None

@@ -126,6 +126,7 @@ class StaleGradients(WorkerExchange):
         """
         owner = self._begun()
         assert self._mail is not None
+        self._require_known(self._groups, self._parameters())
         what = f"synchronize() of {self.what} of {self.model._autopar.name}"
         self.settle(what)
         tensors = self._tensors()
