@@ -18,7 +18,7 @@ from autopar.checkpoint.state_dicts import names_of, take_over, tensors_of
 from autopar.costs.arguments import FLAG, PATH, require, whole
 from autopar.costs.read_file import read_text
 from autopar.errors import AutoparError
-from autopar.module.low_communication.worker_exchange import WorkerExchange
+from autopar.module.low_communication.optimizer_steps import OptimizerSteps
 from autopar.module.low_communication.worker_folders import common_checkpoint, worker_folder
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.checkpoint import folders, generators
@@ -124,8 +124,8 @@ def save(
         wait: False: return when everything is copied to the host, and write in the background; one at a time, so the
             next `save` waits for it. The host needs room for one copy.
         stateful: further objects with ``state_dict()`` and ``load_state_dict()``, by name: learning-rate scheduler,
-            sampler, `torch.amp.GradScaler`. Rank 0's are saved, since they are the same on all. `autopar.LocalSteps`
-            and `autopar.CompressedGradients` have tensors, of which every rank writes its part.
+            sampler, `torch.amp.GradScaler`. Rank 0's are saved, since they are the same on all. `autopar.LocalSteps`,
+            `autopar.CompressedGradients` and their like have tensors, of which every rank writes its part.
 
     Workers that train apart (role ``local``) have different parameters: each saves into a folder of its own in
     ``folder``, ``worker-0`` and so on.
@@ -306,7 +306,7 @@ def _begun(state: dict[str, Any], known: Manifest) -> set[str]:
 
 def _outer_states(stateful: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """States with tensors in shards, which every rank has its own of: those of exchanges among workers, by name."""
-    return {name: given.state_dict() for name, given in stateful.items() if isinstance(given, WorkerExchange)}
+    return {name: given.state_dict() for name, given in stateful.items() if isinstance(given, OptimizerSteps)}
 
 
 def _without_tensors(outer: Mapping[str, dict[str, Any]], name: str, given: Any) -> Any:

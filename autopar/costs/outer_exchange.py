@@ -196,6 +196,7 @@ def round_cost(
     every: int,
     fragments: int,
     delay: int,
+    before: float = 0.0,
 ) -> RoundCost:
     """Bytes and seconds of a round.
 
@@ -209,13 +210,34 @@ def round_cost(
         every: steps of the round.
         fragments: how many are exchanged in it.
         delay: steps between sending and use.
+        before: seconds before each exchange in which workers agree on it, see `meeting_seconds`.
     """
     kind = exchange_kind(bits)
     size = exchange_size(elements, itemsize, workers, bits)
-    one = float(COLLECTIVES[kind](size / fragments, workers, link))
+    one = before + float(COLLECTIVES[kind](size / fragments, workers, link))
     exposed = fragments * max(0.0, one - delay * step_seconds)
     sent = float(wire_bytes(kind, size, workers))
     return RoundCost(every, fragments, sent, fragments * one, exposed, step_seconds)
+
+
+LOOKS, TRIPS = 1, 14
+"""Of a meeting at a store, where all come at once: waits until the next look at it, and questions that take a while."""
+
+
+def meeting_seconds(link: Link, pause: float) -> float:
+    """What a meeting of elastic workers takes beside its exchange, where all come at the same time.
+
+    A worker asks the store one thing after another, however many others there are, and looks again after a pause for
+    what they have not written yet.
+
+    Args:
+        link: to the store.
+        pause: seconds between two looks.
+
+    >>> round(meeting_seconds(Link("far", bandwidth=1e9, latency=0.02), 0.02), 3)
+    0.58
+    """
+    return TRIPS * 2 * link.latency + LOOKS * pause
 
 
 def choose_round(
@@ -229,6 +251,7 @@ def choose_round(
     fragments: int | None,
     delay: int,
     blocks: int,
+    before: float = 0.0,
 ) -> tuple[int, int]:
     """Steps of a round and fragments: the shortest round whose exchanges hide, or take at most `SHARE` of the time.
 
@@ -242,12 +265,14 @@ def choose_round(
         fragments: how many; None: as many as hide behind ``delay`` steps each, up to ``blocks``.
         delay: steps between sending and use.
         blocks: the most fragments that there can be.
+        before: seconds before each exchange, as of `round_cost`.
     """
 
     def cost(every: int, parts: int) -> RoundCost:
         return round_cost(
-            elements, itemsize, workers, bits, link, step_seconds, every=every, fragments=parts, delay=delay
-        )
+            elements, itemsize, workers, bits, link, step_seconds,
+            every=every, fragments=parts, delay=delay, before=before,
+        )  # fmt: skip
 
     if fragments is None:
         counts = range(1, blocks + 1 if delay else 2)

@@ -195,7 +195,13 @@ def wrong(rank: int) -> None:
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="all parameters of the model are frozen"):
         autopar.CompressedGradients(model, optimizer, **given)
+    model.down.requires_grad_(True)
+    later = autopar.CompressedGradients(model, optimizer, **given)
+    later._made()
     model.requires_grad_(True)
+    with pytest.raises(AutoparError, match=r"'up\.bias' was not trained when these began"):
+        optimizer.step()
+    later.detach()
     autopar.CompressedGradients(model, optimizer, method="topk", share=0.1 + 0.1 * (rank // 2))
     with pytest.raises(RankError, match="settings of compressed gradients differ: rank 2 has method=topk"):
         optimizer.step()
@@ -370,6 +376,8 @@ def seldom(rank: int, sizes: tuple[int, ...], roles: dict[str, str], more: dict[
             assert compressed.predicted.sent_bytes == 0  # nothing is exchanged in step 12
     other, own, others = make(model.plan)
     checkpoint.load(folder, other, own, grads=others)
+    # A set's order is another one in each process of torchrun, and all exchange in this one.
+    assert list(others._made().method.anchors) == list(others._made().method.errors)
     trained(other, own, range(11, steps))
     errors.append(largest_difference(other.full_state_dict(), expected[-1][worker]))
     others.synchronize()

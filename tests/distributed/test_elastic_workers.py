@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from tests.module.low_communication.elastic_lives import expected, wait_until
+from tests.distributed.launch import Ranks, mesh_of
+from tests.module.low_communication.elastic_lives import batch, expected, made, optimized, wait_until
 
-pytestmark = [pytest.mark.distributed, pytest.mark.deep]
+pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -83,6 +84,56 @@ def lives(tmp_path: Path) -> Iterator[Any]:
         each.close()
 
 
+def saved_underway(rank: int, folder: str, port: int) -> tuple[float, int]:
+    """A worker of two ranks, saved in shards while a meeting is under way; and one that goes on from there."""
+    import autopar
+    from autopar import checkpoint
+
+    def make(run: str, every: Any = 4) -> tuple[Any, Any]:
+        search = autopar.Search(recipe="fsdp")
+        model = autopar.parallelize(made(0), mesh_of(2), (batch(0, 0),), search=search, timeout=60)
+        client = TCPStore("localhost", port, is_master=False)
+        given = {"worker": 0, "workers": 1, "store": client, "run": run, "every": every, "fragments": 2, "delay": 1}
+        return model, autopar.ElasticWorkers(model, optimized(model)[0], **given)
+
+    def step(model: Any, local: Any) -> None:
+        local.optimizer.zero_grad()
+        model(batch(local.steps, 0)).backward()
+        local.optimizer.step()
+
+    model, local = make("first")
+    local.join()
+    assert local.predicted.steps == 4 and local.predicted.sent_bytes == 0  # nobody else is there
+    while local._underway is None:
+        step(model, local)
+    before = {n: t.clone() for n, t in local._tensors().items()}
+    checkpoint.save(folder, model, local.optimizer, step=local.steps, local=local)
+    assert all(torch.equal(t, before[n]) for n, t in local._tensors().items())
+    step(model, local)
+    again, other = make("second")
+    assert checkpoint.load(folder, again, other.optimizer, local=other).step == other.steps == local.steps - 1
+    assert any(
+        p.is_contiguous() and hasattr(p, "placements") and p.placements[0].is_shard() for p in again.parameters()
+    )
+    states = zip(local._outer.anchor.values(), other._outer.anchor.values(), strict=True)
+    error = max(float((a - b).abs().max()) for a, b in states)
+    other.join()
+    local.leave()
+    step(again, other)
+    other.detach()
+    local.detach()
+    chosen = make("third", "auto")[1]
+    chosen.join()
+    assert chosen.settings.every > 4 and chosen.predicted.slowdown <= 0.05
+    return error, other.steps - local.steps
+
+
+def test_a_checkpoint_while_a_meeting_is_under_way(two_ranks: Ranks, tmp_path: Path) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert two_ranks.run(saved_underway, str(tmp_path), store.port) == [(0.0, 0)] * 2
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("where", "size", "dies"),
     [

@@ -11,6 +11,7 @@ import torch
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import mlp, mlp_batch
+from tests.ir.quantized.reference import sent
 from tests.module.low_communication.cases import CASES, OPTIMIZERS
 from tests.module.low_communication.reference import largest_difference, run
 
@@ -257,7 +258,7 @@ def test_goes_on_with_other_workers(ranks: Ranks, tmp_path: Any, before: int, af
     assert max(ranks.run(with_others, str(tmp_path), before, after)) < 1e-12
 
 
-def quantized(rank: int, bits: int) -> tuple[bool, int, int]:
+def quantized(rank: int, bits: int, feedback: bool) -> tuple[bool, int, int]:
     """Two workers of two devices in float32: each shard as emulated workers have it, bit by bit."""
     import autopar
     from autopar.module.low_communication.exchange import emulated_mean
@@ -275,7 +276,8 @@ def quantized(rank: int, bits: int) -> tuple[bool, int, int]:
 
     caught: dict[str, torch.Tensor] = {}
     optimizer.register_step_post_hook(lambda *_: caught.update(shards()))  # comes before the exchange
-    local = autopar.LocalSteps(model, optimizer, every=1, bits=bits)
+    local = autopar.LocalSteps(model, optimizer, every=1, bits=bits, feedback=feedback)
+    left: Any = {0: 0, 1: 0}
     state = OuterState(shards(), [list(shards())], torch.device("cpu"))
     same, everyone = True, model._autopar.context.everyone
     for step in range(3):
@@ -284,18 +286,30 @@ def quantized(rank: int, bits: int) -> tuple[bool, int, int]:
         optimizer.step()
         differences = everyone.gather((rank % 2, state.difference(0, caught)), "differences")
         assert local.settings is not None
-        mean = emulated_mean([d for place, d in differences if place == rank % 2], bits)
+        own = [d.numpy() + left[w] for w, d in enumerate(d for place, d in differences if place == rank % 2)]
+        left = {w: d - sent(d, bits) if feedback else 0 for w, d in enumerate(own)}
+        mean = emulated_mean([torch.from_numpy(d) for d in own], bits)
         state.apply(0, caught, mean, local.settings, 0.0)
         same = same and all(torch.equal(own, caught[n]) for n, own in shards().items())
+    state = local.state_dict()
+    local.detach()
+    again = autopar.LocalSteps(model, optimizer, every=1, bits=bits, feedback=feedback)
+    again.load_state_dict(state)
+    same = (
+        same and all(torch.equal(t, local._left[f]) for f, t in again._left.items()) and feedback == (0 in again._left)
+    )
     return same, local.bytes_sent, sum(t.numel() for t in caught.values())
 
 
-@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.deep)])
-def test_quantized_exchanges_are_bit_exact(ranks: Ranks, bits: int) -> None:
-    for same, sent, elements in ranks.run(quantized, bits):
+@pytest.mark.parametrize(
+    ("bits", "feedback"),
+    [(8, True), pytest.param(8, False, marks=pytest.mark.deep), pytest.param(4, True, marks=pytest.mark.deep)],
+)
+def test_quantized_exchanges_are_bit_exact(ranks: Ranks, bits: int, feedback: bool) -> None:
+    for same, sent_bytes, elements in ranks.run(quantized, bits, feedback):
         assert same
         blocks = -(-elements // 256)
-        assert sent == 3 * blocks * (256 * bits // 8 + 4)  # of two workers, each sends its own once
+        assert sent_bytes == 3 * blocks * (256 * bits // 8 + 4)  # of two workers, each sends its own once
 
 
 def wrong(rank: int) -> list[str]:
@@ -341,6 +355,19 @@ def wrong(rank: int) -> list[str]:
     with pytest.raises(AutoparError, match="layouts are not decided"):
         local.synchronize()
     local.detach()
+    model(**mlp_batch(0))["loss"].backward()
+    infinite = autopar.LocalSteps(model, optimizer, every=1)
+    if rank == 3:
+        model.down.bias.grad._local_tensor.fill_(float("nan"))
+    with pytest.raises(RankError, match=r"not finite differs: rank 3 has down\.bias, ranks 0, 1, 2 have none; all"):
+        optimizer.step()
+    model.up.requires_grad_(False)
+    with pytest.raises(AutoparError, match=r"'up\.bias' is no longer trained"):
+        optimizer.step()
+    model.up.requires_grad_(True)
+    infinite.detach()
+    optimizer.zero_grad()
+    model.load_state_dict(mlp().state_dict())
     # Out of step: one worker has other settings, or other weights.
     model(**mlp_batch(0))["loss"].backward()
     autopar.LocalSteps(model, optimizer, every=2 + rank // 2)

@@ -167,6 +167,16 @@ def wrong(rank: int) -> str:
     with pytest.raises(AutoparError, match="option 'weight_decay' has changed since stale gradients began"):
         optimizer.step()
     optimizer.param_groups[0]["weight_decay"] = 0
+    model.up.requires_grad_(False)  # nobody would own it when it is trained again
+    with pytest.raises(AutoparError, match=r"'up\.bias' is no longer trained: freeze and unfreeze before"):
+        optimizer.step()
+    with pytest.raises(AutoparError, match=r"'up\.bias' is no longer trained"):
+        stale.synchronize()
+    model.up.requires_grad_(True)
+    optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()]})
+    with pytest.raises(AutoparError, match="optimizer's groups are others than when stale gradients began"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] += optimizer.param_groups.pop()["params"]
     if rank == SLOW:
         return "ended"  # its process is there, and takes what the others send
     model._autopar.context = replace(model._autopar.context, timeout=5)

@@ -232,6 +232,9 @@ def test_a_state_is_taken_to_the_last_bit(has_steps: bool, kind: Any) -> None:
 
     with pytest.raises(AutoparError, match=r"give|gives states of \['sampler'\], and this one has \[\]"):
         take_state(second[0], second[1], {}, own_state(*first))
+    second[1].add_param_group({"params": [second[1].param_groups[0]["params"].pop()]})
+    with pytest.raises(AutoparError, match="has 2 groups of parameters, and that of the other group 1"):
+        take_state(*second, own_state(*first))
 
 
 CARD = Card(0, "gpu=2", "graph", "layouts", "AdamW with 1 parameter groups", "weights")

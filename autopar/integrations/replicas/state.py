@@ -69,6 +69,12 @@ def take_state(
 
 
 def _take_optimizer(model: ParallelModule, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    own, other = (len(groups) for groups in (optimizer.param_groups, state["groups"]))
+    if own != other:
+        raise AutoparError(
+            f"the optimizer has {own} groups of parameters, and that of the other group {other}: make the same "
+            "optimizer in every group, with those that were added since"
+        )
     names, saved = names_of(model, optimizer), state["optimizer"]
     has = {names[p]: set(values) for p, values in optimizer.state.items()}
     if has != {name: set(values) for name, values in saved.items()}:
@@ -87,8 +93,8 @@ def _take_optimizer(model: ParallelModule, optimizer: torch.optim.Optimizer, sta
                 f"group {sorted(values)}: make the same optimizer in every group"
             )
         _take_values(by_name[name], values, f"optimizer state of {name!r}")
-    for group, other in zip(optimizer.param_groups, state["groups"], strict=True):
-        _take_values(group, other, "parameter group")
+    for group, options in zip(optimizer.param_groups, state["groups"], strict=True):
+        _take_values(group, options, "parameter group")
 
 
 def _take_values(own: dict[str, Any], other: Mapping[str, Any], what: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.module.low_communication.exchange import emulated_mean
+from autopar.module.low_communication.exchange import emulated_mean, fed_back
 from autopar.module.low_communication.fragments import split_in_fragments
 from autopar.module.low_communication.outer import OuterState, require_exchangeable
 from autopar.module.low_communication.settings import Settings
@@ -45,6 +45,7 @@ class EmulatedWorkers:
         self._fragments = split_in_fragments({n: t.numel() for n, t in first.items()}, self.settings.fragments)
         self._states = [self._state_of(own) for own in self._tensors]
         self._in_flight: dict[int, torch.Tensor] = {}
+        self._left: list[dict[int, torch.Tensor]] = [{} for _ in models]
         self._tokens = [Tokens() for _ in models]
 
     def step(self, tokens: Sequence[int] | None = None) -> None:
@@ -66,6 +67,9 @@ class EmulatedWorkers:
                 differences = [d * weight_of(i, counted) for i, d in enumerate(differences)]
                 for own in self._tokens:
                     own.sent[sent] = own.total
+            if self.settings.feedback:
+                for i, left in enumerate(self._left):
+                    differences[i], left[sent] = fed_back(differences[i], left.get(sent), self.settings.bits)
             self._in_flight[sent] = emulated_mean(differences, self.settings.bits)
             if not self.settings.delay:
                 self._use(sent)
@@ -79,7 +83,7 @@ class EmulatedWorkers:
         self._require_nothing_in_flight()
         if not 0 <= worker < len(self._tensors) or len(self._tensors) == 1:
             raise ValueError(f"worker={worker}: expected one of {len(self._tensors)} workers, of which one has to stay")
-        for of_workers in (self._tensors, self._states, self._tokens):
+        for of_workers in (self._tensors, self._states, self._tokens, self._left):
             del of_workers[worker]
 
     def join(self, model: nn.Module) -> None:
@@ -101,6 +105,7 @@ class EmulatedWorkers:
         self._tensors.append(own)
         self._states.append(state)
         self._tokens.append(Tokens())
+        self._left.append({})
 
     def _state_of(self, own: dict[str, torch.Tensor]) -> OuterState:
         return OuterState(own, self._fragments, next(iter(own.values())).device)

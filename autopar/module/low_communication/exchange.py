@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from autopar.costs.collectives import wire_bytes
 from autopar.costs.outer_exchange import exchange_kind, exchange_size
-from autopar.ir.quantized.blocks import mean_of, quantize
+from autopar.ir.quantized.blocks import dequantize, mean_of, quantize
 
 
 @dataclass
@@ -26,6 +26,26 @@ class InFlight:
 
     fragment: int
     wait: Callable[[], torch.Tensor]
+
+
+def fed_back(
+    difference: torch.Tensor, left: torch.Tensor | None, bits: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is sent in place of a difference, so that nothing is left out for good, and what this leaves for the next.
+
+    That is ``d + e``, and ``e = d + e - Q(d + e)``, ``Q`` being what arrives: D. Basu et al., "Qsparse-local-SGD:
+    Distributed SGD with Quantization, Sparsification, and Local Computations", 2019, algorithm 1.
+
+    Args:
+        difference: d, of one dim.
+        left: e; None: nothing yet.
+        bits: of each number that is sent.
+    """
+    assert bits is not None
+    whole = difference if left is None else difference + left
+    if not whole.numel():
+        return whole, whole
+    return whole, whole - dequantize(quantize(whole, bits), whole.numel(), bits)
 
 
 def emulated_mean(differences: list[torch.Tensor], bits: int | None) -> torch.Tensor:

@@ -13,16 +13,17 @@ from torch.distributed import ProcessGroup
 
 from autopar.costs.arguments import FLAG, require, whole
 from autopar.costs.outer_exchange import RoundCost
-from autopar.errors import AutoparError
-from autopar.module.low_communication.choose_round import AUTO, Wanted, chosen, predicted
+from autopar.errors import AutoparError, RankError
+from autopar.module.low_communication.choose_round import AUTO, Wanted, chosen, of_an_axis, predicted
 from autopar.module.low_communication.compressed.step import first_infinite
-from autopar.module.low_communication.exchange import InFlight, send, sent_bytes
+from autopar.module.low_communication.exchange import InFlight, fed_back, send, sent_bytes
 from autopar.module.low_communication.fragments import split_in_fragments
 from autopar.module.low_communication.outer import OuterState, require_exchangeable
 from autopar.module.low_communication.settings import Settings
 from autopar.module.low_communication.tokens import Tokens, weight_of
 from autopar.module.low_communication.worker_exchange import WorkerExchange
 from autopar.module.parallel_module import ParallelModule
+from autopar.runtime.agreement.points import NOT_FINITE
 from autopar.runtime.state.parameters import checksum
 
 logger = logging.getLogger("autopar")
@@ -68,6 +69,7 @@ class LocalSteps(WorkerExchange):
         bits: int | None = None,
         synchronous: int = 0,
         weighted: bool = False,
+        feedback: bool = False,
         host: bool = True,
     ) -> None:
         """Have the optimizer's steps followed by exchanges; every rank does.
@@ -88,6 +90,8 @@ class LocalSteps(WorkerExchange):
                 average is taken when the optimizer's step begins: clipping before it sees one worker's gradients.
             weighted: a worker counts in each mean as much as the tokens that `add_tokens` has been told of since the
                 last one, and not as much as any other.
+            feedback: what ``bits`` leave out of a difference is added to the next one: a number more for each
+                parameter, beside the outer state.
             host: the outer state, two numbers for each parameter, is in host memory, which leaves the budget of the
                 devices as it was planned; differences are computed and sent from there.
 
@@ -98,7 +102,7 @@ class LocalSteps(WorkerExchange):
         require(host=(host, FLAG))
         mix = (0.5 if delay else 0.0) if mix is None else mix
         outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
-        rest = {"mix": mix, "bits": bits, "synchronous": synchronous, "weighted": weighted}
+        rest = {"mix": mix, "bits": bits, "synchronous": synchronous, "weighted": weighted, "feedback": feedback}
         self._wanted = Wanted(every, fragments, delay, outer | rest)
         self.settings: Settings | None = None if self._wanted.is_open else self._wanted.settings(every, fragments)
         self.steps, self.exchanges = 0, 0
@@ -107,6 +111,7 @@ class LocalSteps(WorkerExchange):
         self._compared = False
         self._fragments: list[list[str]] = []
         self._in_flight: dict[int, InFlight] = {}
+        self._left: dict[int, torch.Tensor] = {}
         self._group: ProcessGroup = self._workers.group
         require_exchangeable(self._tensors(), bits)
         self._attach(self._before, self._after)
@@ -116,7 +121,7 @@ class LocalSteps(WorkerExchange):
         """What a round costs, as the plan's cluster predicts; layouts must be decided."""
         if self.settings is None:
             raise AutoparError("every='auto' is decided in the first step; before it there is no prediction")
-        return predicted(self.model, self._tensors(), self.settings)
+        return predicted(self.model, self._tensors(), self.settings, of_an_axis(self.model))
 
     def add_tokens(self, count: int) -> None:
         """Count what this worker has trained on, of which ``weighted=True`` makes its weight.
@@ -161,7 +166,8 @@ class LocalSteps(WorkerExchange):
         self._require_layouts()
         tensors = self._tensors()
         if self.settings is None:
-            self.settings = chosen(self.model, tensors, self._wanted)
+            between, gather = of_an_axis(self.model), self._workers.everyone.gather
+            self.settings = chosen(self.model, tensors, self._wanted, between, gather)
             logger.info("local steps: %s", self.settings)
         sizes = {n: p.numel() for n, p in self.model.named_parameters() if n in tensors}
         self._fragments = split_in_fragments(sizes, self.settings.fragments)
@@ -232,20 +238,24 @@ class LocalSteps(WorkerExchange):
     def _send(self, fragment: int, outer: OuterState, *, idle: bool = False) -> None:
         assert self.settings is not None
         tensors = self._tensors()
-        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in outer.anchor.items()}:
-            raise AutoparError(
-                "other parameters are trained than when local steps began: freeze and unfreeze them before the first "
-                "step, or make new LocalSteps after detach() and synchronize()"
-            )
+        self._require_known(outer.anchor, tensors)
         self.exchanges += 1
         what = f"outer exchange {self.exchanges} of {self.model._autopar.name}"
-        details = (("the fragment", str(fragment)), ("local steps", str(self.steps)), ("settings", str(self.settings)))
+        infinite = first_infinite({n: tensors[n] for n in self._fragments[fragment]}) or "none"
+        details = (
+            ("the fragment", str(fragment)), ("local steps", str(self.steps)), ("settings", str(self.settings)),
+            (NOT_FINITE, infinite),
+        )  # fmt: skip
         self._workers.everyone.meet(what, details)
+        if infinite != "none":  # on all ranks the same
+            raise RankError(f"{what}: {infinite!r} is not finite: find what made it so, and load a checkpoint")
         weight = self._weight(fragment, what, idle)
         with self._workers.everyone.during(what):
             difference = outer.difference(fragment, tensors)
             if weight != 1:
                 difference *= weight
+            if self.settings.feedback:
+                difference, self._left[fragment] = fed_back(difference, self._left.get(fragment), self.settings.bits)
             self._in_flight[fragment] = send(fragment, difference, self._group, self.settings.bits)
         count, itemsize = difference.numel(), difference.itemsize
         self.bytes_sent += sent_bytes(count, itemsize, self._workers.count, self.settings.bits) if count else 0
@@ -265,9 +275,11 @@ class LocalSteps(WorkerExchange):
         if fragment not in self._in_flight:
             return
         assert self._outer is not None and self.settings is not None
+        tensors = self._tensors()
+        self._require_known(self._outer.anchor, tensors)
         with self._workers.everyone.during(f"the mean of fragment {fragment}"):
             mean = self._in_flight.pop(fragment).wait()
-        self._outer.apply(fragment, self._tensors(), mean, self.settings, mix)
+        self._outer.apply(fragment, tensors, mean, self.settings, mix)
 
     def _settings(self) -> Settings | None:
         return self.settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -135,6 +135,24 @@ class OptimizerSteps(ABC):
     def _tensors(self) -> dict[str, torch.Tensor]:
         """This rank's shards of what is trained, by name; raises as `_parameters`."""
         return {name: to_local(p).detach() for name, p in self._parameters().items()}
+
+    def _require_known(self, known: Iterable[str], now: Iterable[str]) -> None:
+        """Refuse parameters that were not trained when this began, or that are no longer.
+
+        Args:
+            known: names of those that were.
+            now: names of those that are.
+
+        Raises:
+            AutoparError: names one.
+        """
+        before, after = set(known), set(now)
+        for name in sorted(before ^ after):
+            change = "is no longer trained" if name in before else "was not trained when these began"
+            raise AutoparError(
+                f"{self.what}: {name!r} {change}: freeze and unfreeze before the first step; or call synchronize() and "
+                f"detach() before that, and make new {type(self).__name__} after it"
+            )
 
     def _require_layouts(self) -> None:
         """Refuse to begin before parameters are where they will be.

@@ -56,20 +56,38 @@ class OuterState:
         parts = [(self.anchor[name] - self._copied(tensors[name])).flatten() for name in names]
         return torch.cat([p.to(torch.float64 if wide else torch.float32) for p in parts])
 
-    @torch.no_grad()
+    def blank(self, fragment: int) -> torch.Tensor:
+        """The difference of a worker that has not gone anywhere."""
+        sizes = [self.anchor[name] for name in self._fragments[fragment]]
+        wide = any(t.dtype == torch.float64 for t in sizes)
+        count = sum(t.numel() for t in sizes)
+        return torch.zeros(count, dtype=torch.float64 if wide else torch.float32, device=self._device)
+
     def apply(
         self, fragment: int, tensors: Mapping[str, torch.Tensor], mean: torch.Tensor, settings: Settings, mix: float
     ) -> None:
         """Move the anchor by the mean of all workers' differences, and this worker's parameters to it, in place."""
+        self.advance(fragment, mean, settings)
+        self.pull(fragment, tensors, mix)
+
+    @torch.no_grad()
+    def advance(self, fragment: int, mean: torch.Tensor, settings: Settings) -> None:
+        """Move the anchor by the mean of all workers' differences."""
         names = self._fragments[fragment]
         parts = torch.split(mean, [self.anchor[n].numel() for n in names])
         for name, part in zip(names, parts, strict=True):
-            anchor, momentum, own = self.anchor[name], self.momentum[name], tensors[name]
+            anchor, momentum = self.anchor[name], self.momentum[name]
             step = part.view_as(anchor).to(anchor.dtype)
             if settings.outer_momentum:
                 momentum.mul_(settings.outer_momentum).add_(step)
                 step = step.add(momentum, alpha=settings.outer_momentum) if settings.nesterov else momentum
             anchor.sub_(step, alpha=settings.outer_lr)
+
+    @torch.no_grad()
+    def pull(self, fragment: int, tensors: Mapping[str, torch.Tensor], mix: float) -> None:
+        """Move this worker's parameters to the anchor, in place."""
+        for name in self._fragments[fragment]:
+            anchor, own = self.anchor[name], tensors[name]
             own.copy_(anchor if not mix else anchor + mix * (self._copied(own) - anchor))
 
 

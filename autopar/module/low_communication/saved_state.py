@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.module.low_communication.exchange import InFlight
+from autopar.module.low_communication.outer import OuterState
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.dtensor import in_layout, local_like, redistribute, to_local
 from autopar.runtime.state.stage_tensor import StageTensor, with_owner
@@ -18,7 +19,7 @@ from autopar.runtime.state.state_dict import savable
 if TYPE_CHECKING:
     from autopar.module.low_communication.local_steps import LocalSteps
 
-ANCHOR, MOMENTUM, MEAN = "anchor", "momentum", "mean"
+ANCHOR, MOMENTUM, MEAN, LEFT = "anchor", "momentum", "mean", "left"
 
 
 def saved_state(steps: LocalSteps) -> dict[str, Any]:
@@ -33,17 +34,25 @@ def saved_state(steps: LocalSteps) -> dict[str, Any]:
     found = {ANCHOR: outer.anchor, MOMENTUM: outer.momentum}
     if steps.settings is not None and steps.settings.delay:
         # Always all of them: what is loaded into must have the same names.
-        found[MEAN] = {name: torch.zeros_like(t) for name, t in outer.anchor.items()}
-        for fragment, mean in means.items():
-            names = steps._fragments[fragment]
-            parts = torch.split(mean, [outer.anchor[n].numel() for n in names])
-            found[MEAN] |= {n: p.view_as(outer.anchor[n]) for n, p in zip(names, parts, strict=True)}
+        found[MEAN] = _by_name(steps, outer, means)
+    if steps.settings is not None and steps.settings.feedback:
+        found[LEFT] = _by_name(steps, outer, steps._left)
     tensors = {f"{kind}.{n}": in_shards(steps.model, n, t) for kind, own in found.items() for n, t in own.items()}
     return {
         "settings": str(steps.settings), "steps": steps.steps, "exchanges": steps.exchanges,
         "in_flight": sorted(means), "tensors": tensors, "tokens": steps._tokens.total,
-        "tokens_sent": sorted(steps._tokens.sent.items()),
+        "tokens_sent": sorted(steps._tokens.sent.items()), "worker": steps._workers.index,
     }  # fmt: skip
+
+
+def _by_name(steps: LocalSteps, outer: OuterState, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of fragments as those of their parameters, of all of these: zeros where there is none."""
+    found = {name: torch.zeros_like(t) for name, t in outer.anchor.items()}
+    for fragment, tensor in flat.items():
+        names = steps._fragments[fragment]
+        parts = torch.split(tensor, [outer.anchor[n].numel() for n in names])
+        found |= {n: p.view_as(outer.anchor[n]) for n, p in zip(names, parts, strict=True)}
+    return found
 
 
 def _arrived(fragment: int, mean: torch.Tensor) -> InFlight:
@@ -73,8 +82,13 @@ def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
     outer = steps._new_state()
     kinds = {ANCHOR: outer.anchor, MOMENTUM: outer.momentum}
     means = {name: torch.zeros_like(t) for name, t in outer.anchor.items()}
+    left = {name: torch.zeros_like(t) for name, t in outer.anchor.items()}
     if state["in_flight"]:
         kinds[MEAN] = means
+    assert steps.settings is not None
+    # Of a copy of another worker, that one adds them.
+    if steps.settings.feedback and state["worker"] == steps._workers.index:
+        kinds[LEFT] = left
     for kind, tensors in kinds.items():
         for name, tensor in tensors.items():
             if f"{kind}.{name}" not in state["tensors"]:
@@ -87,6 +101,9 @@ def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
     for fragment in state["in_flight"]:
         mean = torch.cat([means[name].flatten() for name in steps._fragments[fragment]])
         steps._in_flight[fragment] = _arrived(fragment, mean)
+    if steps.settings.feedback:
+        joined = [torch.cat([left[n].flatten() for n in names]) for names in steps._fragments if names]
+        steps._left = dict(enumerate(joined))
     steps._require_same(outer)
 
 

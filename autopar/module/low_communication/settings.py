@@ -28,6 +28,7 @@ class Settings:
         bits: of each number that is sent, 8 or 4; None: all.
         synchronous: steps at the beginning in which gradients are averaged instead.
         weighted: whether workers count in a mean as much as the tokens that they have trained on.
+        feedback: whether what `bits` leave out is added to the next difference.
     """
 
     every: int
@@ -40,6 +41,7 @@ class Settings:
     bits: int | None = None
     synchronous: int = 0
     weighted: bool = False
+    feedback: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what is out of range, or does not go together."""
@@ -54,7 +56,10 @@ class Settings:
             bits=(self.bits, optional(_bits)),
             synchronous=(self.synchronous, whole(0)),
             weighted=(self.weighted, FLAG),
+            feedback=(self.feedback, FLAG),
         )
+        if self.feedback and self.bits is None:
+            raise ValueError("feedback=True: give bits= too, or leave it out: whole numbers leave no errors")
         if self.outer_momentum >= 1:
             raise ValueError(f"outer_momentum={self.outer_momentum}: expected a number below 1")
         if self.mix >= 1:
@@ -71,8 +76,8 @@ class Settings:
 
     def __str__(self) -> str:
         """For messages, and to compare ranks."""
-        # Checkpoints from before there were weights have no word of them.
-        given = {name: value for name, value in asdict(self).items() if name != "weighted" or value}
+        # Checkpoints from before there were these have no word of them.
+        given = {n: value for n, value in asdict(self).items() if n not in ("weighted", "feedback") or value}
         return ", ".join(f"{name}={value}" for name, value in given.items())
 
     def turns(self, step: int) -> tuple[int | None, int | None]:

@@ -151,3 +151,66 @@ def expected(history: Sequence[Sequence[tuple[int, bool]]], weighted: bool, oute
                 scheduler.step()  # comes after the optimizer's step, which ends with the meeting
         found.append({w: {n: t.clone() for n, t in lives[w][0].state_dict().items()} for w in lives})
     return found
+
+
+STREAM = {"every": 4, "fragments": 2, "delay": 1, "mix": 0.25}
+PARTS = (("up",), ("down",))
+"""The fragments of `STREAM`, by the beginnings of names; one is met about every two steps."""
+
+
+def streamed(meetings: Sequence[dict[int, bool]], steps: int, outer: dict[str, Any]) -> list[dict[int, Any]]:
+    """States after each step of each worker: ``[step][worker][name]``, step 0 being the beginning.
+
+    Args:
+        meetings: of each, the first at the beginning, its workers, and whether each is new; means are weighted.
+        steps: of the run.
+        outer: arguments of the outer SGD.
+    """
+    shared = {n: nn.Parameter(p.detach().clone()) for n, p in made(0).named_parameters() if p.requires_grad}
+    outer_optimizers = [torch.optim.SGD([shared[n] for n in shared if n.startswith(names)], **outer) for names in PARTS]
+    lives: dict[int, Any] = {w: (m := made(0), *optimized(m)) for w in meetings[0]}
+    trained = {w: [0, 0] for w in lives}
+    found = [{w: state_in(lives[w][0]) for w in lives}]
+    for step in range(1, steps + 1):
+        number, fragment = step // 2, (step // 2 + 1) % 2
+        for worker, (model, optimizer, _) in lives.items():
+            optimizer.zero_grad()
+            model(batch(step - 1, worker)).backward()
+            optimizer.step()
+            trained[worker] = [t + tokens(worker) for t in trained[worker]]
+        named = {w: dict(life[0].named_parameters()) for w, life in lives.items()}
+        names = [n for n in shared if n.startswith(PARTS[fragment])]
+        if step % 2 == 1 and number:  # what was sent in the step before is used
+            with torch.no_grad():
+                for worker in [w for w, new in meetings[number].items() if w in lives and not new]:
+                    for n in names:
+                        named[worker][n].copy_(0.25 * named[worker][n] + 0.75 * shared[n])
+        for life in lives.values():
+            life[2].step()
+        if step % 2 == 0:
+            members = meetings[number]
+            lives = {w: life for w, life in lives.items() if w in members}
+            weights = {w: trained[w][fragment] for w in lives}
+            for n in names:
+                terms = [weights[w] * (shared[n].detach() - named[w][n].detach()) for w in lives]
+                shared[n].grad = torch.stack(terms).sum(0) / sum(weights.values())
+            outer_optimizers[fragment].step()
+            for worker in lives:
+                trained[worker][fragment] = 0
+            for worker in [w for w, new in members.items() if new]:
+                peer = lives[min(lives)]
+                model = copy.deepcopy(peer[0])
+                optimizer, scheduler = optimized(model)
+                optimizer.param_groups[0]["lr"] = peer[1].param_groups[0]["lr"]
+                scheduler.load_state_dict(peer[2].state_dict())
+                with torch.no_grad():
+                    for n, parameter in model.named_parameters():
+                        if n in shared:
+                            parameter.copy_(shared[n])
+                lives[worker], trained[worker] = (model, optimizer, scheduler), [0, 0]
+        found.append({w: state_in(lives[w][0]) for w in lives})
+    return found
+
+
+def state_in(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}

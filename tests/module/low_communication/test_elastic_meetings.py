@@ -13,9 +13,11 @@ import torch
 from torch.distributed import TCPStore
 
 import autopar
+from autopar.costs.cluster import Link
+from autopar.costs.outer_exchange import meeting_seconds
 from autopar.errors import AutoparError, RankError
 from autopar.module.low_communication.elastic.links import Links
-from autopar.module.low_communication.elastic.meetings import Meetings, Waits
+from autopar.module.low_communication.elastic.meetings import PAUSE, Meetings, Waits
 from autopar.module.low_communication.elastic.register import Register, Seat
 
 WAITS = Waits(founders=2, least=1, grace=0.3, timeout=1.0, quorum=10.0, retries=3)
@@ -58,6 +60,24 @@ def meet(*workers: Worker) -> list[Any]:
         thread.join(30)
         assert not thread.is_alive()
     return [w.found for w in workers]
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_seconds_of_a_meeting_are_as_predicted(store: TCPStore, count: int) -> None:
+    """At a store that is 10 ms away, however many workers there are."""
+    away = 0.01
+    workers = [Worker(store, n, waits=replace(WAITS, founders=count, grace=20.0, timeout=20.0)) for n in range(count)]
+    for worker in workers:
+        asked = worker.meetings._register._asked
+        worker.meetings._register._asked = lambda ask, asked=asked: (time.sleep(2 * away), asked(ask))[1]  # type: ignore
+    meet(*workers)
+    took = []
+    for _ in range(2):
+        begun = time.monotonic()
+        meet(*workers)
+        took.append(time.monotonic() - begun)
+    expected = meeting_seconds(Link("far", bandwidth=1e9, latency=away), PAUSE)
+    assert 0.7 * expected < min(took) < 4 * expected, (took, expected)  # a loaded machine takes longer
 
 
 def test_who_comes_late_is_left_out_and_joins_again(store: TCPStore) -> None:
@@ -151,6 +171,26 @@ def test_a_number_that_is_taken(store: TCPStore) -> None:
     assert third.found == [0, 1]
 
 
+def test_who_is_stuck_in_an_exchange_is_named(store: TCPStore, caplog: Any) -> None:
+    workers = [Worker(store, n, waits=replace(WAITS, timeout=5.0)) for n in (0, 1)]
+    tried: list[int] = []
+    for worker in workers:
+        worker.links._seconds = 0.7
+
+        def exchange(meeting: Any, worker: Worker = worker) -> float:
+            own = worker.meetings.seat
+            worker.links.meet(meeting.number, meeting.members, own)
+            if own.number == 1 and not tried:
+                tried.append(meeting.number)
+                time.sleep(2.5)
+            return float(worker.links.mean(torch.tensor([float(own.number)]), None))
+
+        worker.exchange = exchange
+    assert meet(*workers) == [0.5, 0.5]
+    assert "the mean with worker 1 failed after 0." in caplog.text
+    assert "; worker 1 (its rank 0) said nothing: gone, or stuck (worker 0, rank 0 of it)" in caplog.text
+
+
 def test_connections_stay_while_members_do(store: TCPStore) -> None:
     workers = [Worker(store, n) for n in (0, 1)]
     groups: list[Any] = []
@@ -182,7 +222,9 @@ def test_wrong_arguments() -> None:
         ({"every": 0}, "every=0"), ({"worker": -1}, "worker=-1"), ({"least": 2}, "least=2, workers=1"),
         ({"store": "localhost"}, "store='localhost': expected HOST:PORT"), ({"grace": -1}, "grace=-1"),
         ({"scheduler": 1}, r"scheduler=1: expected an object with state_dict\(\)"), ({"bits": 3}, "bits=3"),
-        ({"outer_momentum": 1}, "outer_momentum=1"), ({"retries": 0}, "retries=0"), ({"run": 1}, "run=1"),
+        ({"every": 4, "fragments": 2, "delay": 3}, "delay=3, every=4, fragments=2: elastic workers use what"),
+        ({"fragments": "auto"}, "fragments='auto' takes every='auto'"), ({"outer_momentum": 1}, "outer_momentum=1"),
+        ({"retries": 0}, "retries=0"), ({"run": 1}, "run=1"), ({"feedback": True}, "feedback=True: give bits="),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             autopar.ElasticWorkers(model, optimizer, **given | wrong)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from torch.distributed import TCPStore
 
 import autopar
 import autopar.checkpoint
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, RankError
 from autopar.module.low_communication.emulate import EmulatedWorkers
 from tests.module.low_communication.elastic_lives import (
     EVERY,
+    STREAM,
     KilledError,
     batch,
     expected,
@@ -24,6 +26,7 @@ from tests.module.low_communication.elastic_lives import (
     live,
     made,
     optimized,
+    streamed,
     tokens,
     wait_until,
 )
@@ -175,6 +178,138 @@ def test_emulated_workers_come_and_go(weighted: bool) -> None:
         emulated.leave(0)
 
 
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_fragments_are_met_about_in_turn_beside_training(store: Any, captured: Any, killed: bool) -> None:
+    """Worker 2 joins at the meeting of step 6; worker 1 leaves after step 11, or is killed at step 12."""
+    both = {0: False, 1: False}
+    meetings = [{0: True, 1: True}, both, both, {**both, 2: True}, {**both, 2: False}, {**both, 2: False}]
+    meetings += [{0: False, 2: False}] * 2
+    expected_states = streamed(meetings, 15, OUTER)
+    errors: list[float] = []
+    threads: list[str] = []
+
+    def run(worker: int) -> None:
+        local, model, scheduler = workers[worker]
+        mean = local._links.mean
+
+        def exchange(*given: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            if killed and worker == 1 and local.steps == 12:
+                local._links.close()
+                raise KilledError
+            return mean(*given)
+
+        local._links.mean = exchange
+        if local.join():
+            scheduler.step()
+            compare(worker)
+        while local.steps < (11 if worker == 1 else 15):
+            if local.steps == 5:
+                wait_until(lambda: any(s.number == 2 for s in local._meetings._present()), "newcomer")
+            local.optimizer.zero_grad()
+            local.add_tokens(tokens(worker))
+            model(batch(local.steps, worker)).backward()
+            local.optimizer.step()
+            scheduler.step()
+            compare(worker)
+        if killed and worker == 1:
+            local.optimizer.step()
+            with pytest.raises(KilledError):
+                local._use(None)
+            return
+        assert local.members == ((0, 1, 2) if worker == 1 else (0, 2))
+        local.leave()
+
+    def compare(worker: int) -> None:
+        local, model, _ = workers[worker]
+        states = expected_states[local.steps][worker]
+        errors.append(max(float((v - states[n]).abs().max()) for n, v in model.full_state_dict().items()))
+
+    workers = {}
+    for worker in range(3):
+        model = parallel(captured, 0 if worker < 2 else 3)
+        optimizer, scheduler = optimized(model)
+        client = TCPStore("localhost", store.port, is_master=False)
+        local = autopar.ElasticWorkers(
+            model, optimizer, worker=worker, workers=2, store=client, scheduler=scheduler, weighted=True,
+            grace=4.0 if killed else 20.0, timeout=20.0, quorum_timeout=60.0, **STREAM,
+        )  # fmt: skip
+        workers[worker] = local, model, scheduler
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(run, worker) for worker in (0, 1)]
+        wait_until(lambda: all(workers[w][0].steps == 5 for w in (0, 1)), "fifth step")
+        running.append(pool.submit(run, 2))
+        for future in running:
+            future.result(90)
+    assert max(errors) < 1e-10 and len(errors) == 15 + 11 + 10, (max(errors), len(errors))
+    # But for the newcomer's first, all beside training.
+    assert sum(not name.startswith("meeting of worker") for name in threads) == 1 and len(threads) >= 17
+    assert {local.rounds for local, *_ in (workers[0], workers[2])} == {3}
+
+
+def test_few_bits_with_feedback_are_as_emulated(store: Any) -> None:
+    """Two workers in float32, whose meetings are beside training."""
+    given = {"every": 2, "fragments": 2, "delay": 1, "mix": 0.25, "bits": 4, "feedback": True}
+
+    def small(step: int, worker: int) -> torch.Tensor:
+        return batch(step, worker).float()
+
+    parallels = [autopar.parallelize(made(0).float(), None, (small(0, 0),)) for _ in range(2)]
+    locals_ = []
+    for worker, model in enumerate(parallels):
+        model(small(0, 0)).backward()
+        client = TCPStore("localhost", store.port, is_master=False)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+        locals_.append(autopar.ElasticWorkers(model, optimizer, worker=worker, workers=2, store=client, **given))
+
+    def train(worker: int) -> None:
+        local = locals_[worker]
+        local.join()
+        for step in range(9):
+            local.optimizer.zero_grad()
+            parallels[worker](small(step, worker)).backward()
+            local.optimizer.step()
+        local._arrived()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, range(2)))
+    plain = [made(0).float() for _ in range(2)]
+    emulated = EmulatedWorkers(plain, **given)
+    for step in range(9):
+        for worker, model in enumerate(plain):
+            model.zero_grad()
+            model(small(step, worker)).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=0.3) if p.grad is not None else None
+        emulated.step()
+    for own, other in zip(parallels, plain, strict=True):
+        for name, p in other.named_parameters():
+            assert torch.allclose(own.get_parameter(name), p, atol=1e-6), name
+    left = [local._left for local in locals_]
+    assert all(bool(t.any()) for own in left for t in own.values()) and [*left[0]] == [0, 1]
+    for local in locals_:
+        local.leave()
+
+
+class Code:
+    """An object whose state no newcomer could take."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": lambda: 0}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_what_newcomers_could_not_take_is_refused_before_they_come(store: Any, captured: Any) -> None:
+    model = parallel(captured, 0)
+    local = autopar.ElasticWorkers(
+        model, optimized(model)[0], every=2, worker=0, workers=1, store=store, sampler=Code()
+    )
+    with pytest.raises(AutoparError, match=r"sampler=: its state_dict\(\) is not plain data and tensors"):
+        local.join()
+
+
 def test_a_checkpoint(store: Any, captured: Any, tmp_path: Any) -> None:
     """Goes on in another run; a worker that has left makes steps of its own."""
     given = {"every": 2, "workers": 1, "store": store}
@@ -209,6 +344,10 @@ def test_a_checkpoint(store: Any, captured: Any, tmp_path: Any) -> None:
     assert (other.rounds, other.steps) == (3, 6)
     for name, value in model.full_state_dict().items():
         assert torch.equal(again.full_state_dict()[name], value), name
+    with torch.no_grad():
+        next(again.parameters()).fill_(float("nan"))
+    with pytest.raises(RankError, match=r"'up\.weight' of worker 0 \(rank 0 of it\) is not finite"):
+        other.synchronize()
     other.leave()
     with pytest.raises(AutoparError, match=r"call join\(\)"):
         train(other, again, 0, 1)

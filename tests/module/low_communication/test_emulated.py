@@ -93,9 +93,29 @@ def test_quantized_exchanges_move_as_the_exact_ones_within_the_bound() -> None:
             assert not torch.equal(p, old)
 
 
+def test_what_few_bits_leave_out_is_fed_back() -> None:
+    """A number that is small beside its block's largest never arrives without; with it, all of it but a rest."""
+    far = {}
+    for feedback in (False, True):
+        models = [torch.nn.Linear(2, 1, bias=False) for _ in range(2)]
+        for model in models:
+            torch.nn.init.zeros_(model.weight)
+        given = {"every": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "bits": 4, "feedback": feedback}
+        emulated = EmulatedWorkers(models, **given)
+        for _ in range(60):
+            with torch.no_grad():
+                for model in models:
+                    model.weight.add_(torch.tensor([[1.0, 0.03]]))
+            emulated.step()
+        far[feedback] = models[0].weight.tolist()[0]
+    assert far[False] == [60.0, 0.0]
+    assert far[True][0] == pytest.approx(60.0, abs=0.2) and far[True][1] == pytest.approx(1.8, abs=0.2)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"every": 2, "feedback": True}, "feedback=True: give bits="),
         ({"every": 0}, "every=0"),
         ({"every": True}, "every=True"),
         ({"every": 2, "fragments": 3}, "at most one is sent in a step"),

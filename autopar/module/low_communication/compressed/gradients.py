@@ -136,10 +136,11 @@ class CompressedGradients(WorkerExchange):
         step = self._begun()
         if not isinstance(step.method, ZeroOne) or step.steps <= step.method.schedule.freeze:
             return
+        parameters = self._known()
         what = f"synchronize() of {self.what} of {self.model._autopar.name}"
         self._workers.everyone.meet(what, (("steps", str(step.steps)),))
         with self._workers.everyone.during(what), torch.no_grad():
-            exchange = step.method.exchange_moved(self._parameters(), self.optimizer)
+            exchange = step.method.exchange_moved(parameters, self.optimizer)
             _, sent = over_group(exchange, self._workers.group)
         self.bytes_sent += sent
 
@@ -174,10 +175,22 @@ class CompressedGradients(WorkerExchange):
         self._require_same_at_a_place(own, what)
         self._compared = True
 
+    def _known(self) -> dict[str, torch.Tensor]:
+        """What is trained.
+
+        Raises:
+            AutoparError: something is that was not at first, or is no longer while some of it is to be exchanged.
+        """
+        step, parameters = self._made(), self._parameters()
+        # What is frozen meanwhile has no gradient, which is fine with other methods.
+        stay = step.method.anchors if isinstance(step.method, ZeroOne) else parameters
+        self._require_known(step.trained & {*stay, *parameters}, parameters)
+        return parameters
+
     def _before(self, has_closure: bool) -> None:
         """Before an optimizer's step."""
         self._require_gradients(has_closure)
-        step, parameters = self._begun(), self._parameters()
+        step, parameters = self._begun(), self._known()
         what = f"step {step.steps + 1} of {self.model._autopar.name}"
         gradients, notes = self._gradients(what, first_infinite, (("options of the optimizer", self._options()),))
         self._left_out = self._leaves_out(notes)

@@ -143,7 +143,8 @@ def load_saved_state(compressed: CompressedGradients, state: Mapping[str, Any]) 
 
 def _load_zero_one(compressed: CompressedGradients, method: ZeroOne, state: Mapping[str, Any]) -> None:
     method.updates, method.rates = dict(state["updates"]), dict(state["rates"])
-    for name in method.errors.keys() & method.rates.keys():
+    # In the model's order: a set's is another one in each process, and so would be what is exchanged.
+    for name in [n for n in method.errors if n in method.rates]:
         for kind, own in ((ANCHOR, method.anchors), (MOVED, method.moved)):
             saved = own_shard(compressed.model, name, state["tensors"][f"{kind}.{name}"])
             own[name] = saved.to(method.errors[name], copy=True)

@@ -33,6 +33,7 @@ class WorkerStep:
     Attributes:
         settings: how gradients are compressed.
         steps: how many have been made.
+        trained: names of the parameters.
         dtype: of all that is exchanged: float32, or float64 where a parameter is.
         frozen: of ``onebit``: the step of each parameter, by name, whose variance stays.
         squares: of the last exchange: the sums of the squares of what was to be sent, and of what was left.
@@ -48,6 +49,7 @@ class WorkerStep:
             workers: how many there are.
         """
         self.settings, self.steps, self.frozen = settings, 0, dict[str, int]()
+        self.trained = frozenset(tensors)
         wide = any(t.dtype == torch.float64 for t in tensors.values())
         self.dtype = torch.float64 if wide else torch.float32
         self.squares = torch.zeros(()), torch.zeros(())

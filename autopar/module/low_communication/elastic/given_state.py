@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,17 +25,60 @@ def others_of(model: ParallelModule, trained: Mapping[str, Any]) -> dict[str, to
     return {name: to_local(t).detach() for name, t in tensors.items() if name not in trained}
 
 
-def give(
-    model: ParallelModule, optimizer: torch.optim.Optimizer, stateful: Mapping[str, Any], outer: OuterState
-) -> torch.Tensor:
-    """What a newcomer takes of this rank, as bytes: outer state, what is not trained, states of objects, options."""
+def offer(
+    model: ParallelModule,
+    optimizer: torch.optim.Optimizer,
+    stateful: Mapping[str, Any],
+    outer: OuterState,
+    *,
+    beside: bool,
+) -> Callable[[], torch.Tensor]:
+    """What gives, as bytes, what a newcomer takes of this rank as it is now.
+
+    That is outer state, what is not trained, states of objects, and options.
+
+    Args:
+        model: of this worker.
+        optimizer: of it.
+        stateful: objects by name.
+        outer: stays as it is until the bytes are there.
+        beside: training goes on until they are: what it changes is copied.
+    """
+
+    def objects() -> dict[str, Any]:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        return {"groups": groups, "stateful": {name: given.state_dict() for name, given in stateful.items()}}
+
+    if not beside:
+        return lambda: packed(objects(), _tensors(model, outer))
+    head = saved(objects())
+    # A list by name of shards: `_tensors` has the same order.
+    moving = {name: to_local(b).detach().clone() for name, b in model.named_buffers()}
+    others = {name: moving.get(name, t) for name, t in others_of(model, outer.anchor).items()}
+    return lambda: joined(head, [*outer.anchor.values(), *outer.momentum.values(), *others.values()])
+
+
+def require_plain(stateful: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what could not be sent when a newcomer comes.
+
+    Raises:
+        AutoparError: names the object.
+    """
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    objects = {"groups": groups, "stateful": {name: given.state_dict() for name, given in stateful.items()}}
-    return packed(objects, _tensors(model, outer))
+    states = {f"{name}=: its state_dict()": given.state_dict() for name, given in stateful.items()}
+    for what, state in {"optimizer=: an option of a group": groups, **states}.items():
+        try:
+            torch.load(io.BytesIO(saved({"state": state}).numpy().tobytes()), weights_only=True)
+        except Exception as e:
+            first = (str(e).splitlines() or [""])[0][:200]
+            raise AutoparError(
+                f"{what} is not plain data and tensors ({type(e).__name__}: {first}), and is sent to newcomers, where "
+                "nothing is run that is received: leave out what has code or classes of its own"
+            ) from e
 
 
 def received(model: ParallelModule, outer: OuterState, payload: torch.Tensor) -> Given:
-    """Of what `give` gave; nothing is changed yet."""
+    """Of what `offer` gave; nothing is changed yet."""
     return unpacked(payload, _tensors(model, outer))
 
 
@@ -76,10 +119,20 @@ def packed(objects: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> torch
     >>> unpacked(sent, [torch.zeros(2), torch.tensor(False)])
     ({'at': 3}, [tensor([1.5000, 2.0000]), tensor(True)])
     """
+    return joined(saved(objects), tensors)
+
+
+def saved(objects: Mapping[str, Any]) -> torch.Tensor:
+    """Objects as bytes."""
     buffer = io.BytesIO()
     torch.save(dict(objects), buffer)
-    head = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    return torch.cat([torch.tensor([head.numel()]).view(torch.uint8), head, *map(_bytes, tensors)])
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def joined(head: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What `saved` gave, its length before it, and tensors."""
+    length = torch.tensor([head.numel()], device="cpu").view(torch.uint8)
+    return torch.cat([length, head, *map(_bytes, tensors)])
 
 
 def unpacked(payload: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[dict[str, Any], list[torch.Tensor]]:

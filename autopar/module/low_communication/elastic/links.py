@@ -6,15 +6,19 @@ that wait for it see that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from autopar.ir.quantized.blocks import mean_of, quantize
-from autopar.module.low_communication.elastic.register import Seat
+from autopar.module.low_communication.elastic.register import Seat, named
+from autopar.runtime.agreement.control import first_line
 
 
 class Links:
@@ -44,7 +48,8 @@ class Links:
         self._rank = members.index(own)
         if len(members) > 1:
             store = PrefixStore(f"links/{number}/{self._place}", self._store)
-            self._group = ProcessGroupGloo(store, self._rank, len(members), timedelta(seconds=self._seconds))
+            with self._waiting("connecting to", members):
+                self._group = ProcessGroupGloo(store, self._rank, len(members), timedelta(seconds=self._seconds))
 
     def keep(self) -> None:
         """The meeting has counted: the next one may go on with its connections."""
@@ -60,24 +65,42 @@ class Links:
         if size == 1 or not numbers.numel():
             return numbers
         if bits is None:
-            self._group.allreduce([numbers]).wait()
+            with self._waiting("the mean with", self._known[1]):
+                self._group.allreduce([numbers]).wait()
             return numbers / size
         payload = quantize(numbers, bits)
         every = [torch.empty_like(payload) for _ in range(size)]
-        self._group.allgather([every], [payload]).wait()
+        with self._waiting("the mean with", self._known[1]):
+            self._group.allgather([every], [payload]).wait()
         return mean_of(every, numbers.numel(), bits)
 
     def give(self, payload: torch.Tensor, to: Sequence[Seat]) -> None:
         """Send bytes to some members, which `take` them; their number first."""
-        ranks = [self._known[1].index(seat) for seat in to]
-        for rank in ranks:
-            self._group.send([torch.tensor([payload.numel()])], rank, 0).wait()
-            self._group.send([payload], rank, 1).wait()
+        for seat in to:
+            rank = self._known[1].index(seat)
+            with self._waiting("sending state to", [seat]):
+                self._group.send([torch.tensor([payload.numel()], device="cpu")], rank, 0).wait()
+                self._group.send([payload], rank, 1).wait()
 
     def take(self, giver: Seat) -> torch.Tensor:
         """What `give` sends."""
-        rank, count = self._known[1].index(giver), torch.zeros(1, dtype=torch.int64)
-        self._group.recv([count], rank, 0).wait()
-        payload = torch.empty(int(count), dtype=torch.uint8)
-        self._group.recv([payload], rank, 1).wait()
+        rank, count = self._known[1].index(giver), torch.zeros(1, dtype=torch.int64, device="cpu")
+        with self._waiting("receiving the state of", [giver]):
+            self._group.recv([count], rank, 0).wait()
+            payload = torch.empty(int(count), dtype=torch.uint8, device="cpu")
+            self._group.recv([payload], rank, 1).wait()
         return payload
+
+    @contextmanager
+    def _waiting(self, what: str, others: Sequence[Seat]) -> Iterator[None]:
+        """Within, this rank waits for others, who are named where that fails: Gloo names addresses, or nobody.
+
+        Raises:
+            DistError: it does.
+        """
+        begun, own = time.monotonic(), self._known[1][self._rank]
+        try:
+            yield
+        except RuntimeError as e:
+            took = f"after {time.monotonic() - begun:.1f} s of {self._seconds:g}"
+            raise dist.DistError(f"{what} {named(s for s in others if s != own)} failed {took}: {first_line(e)}") from e

@@ -9,7 +9,8 @@ A meeting has a number and goes like this, every rank of a worker doing the same
 3. Each rank of a member writes a word: what it has and what it weighs. When it has the words of the ranks at its place
    in all members, they exchange.
 4. Each rank that has what it needs votes. When all have, the outcome is settled: the meeting counts. A rank whose
-   exchange fails, or that has waited too long for a word or a vote, settles that it is discarded.
+   exchange fails, or that has waited too long for a word or a vote, settles that it is discarded, and says who is
+   gone.
 
 Since an outcome is settled once, all that are left have the same, whoever dies and when. Nothing is changed before it.
 After a discarded meeting the next one is held at once, with the same differences. A worker that was not among the
@@ -35,6 +36,9 @@ T = TypeVar("T")
 
 PAUSE = 0.02
 """Seconds between two looks at the store."""
+
+MOMENT = 1.0
+"""Seconds that who has failed waits for others to say so: connections end on all sides at about the same time."""
 
 COMMITTED = "committed"
 """The key of the number of a meeting that counts."""
@@ -260,8 +264,10 @@ class Meetings:
             return meeting, result, self._votes(number, members)
         except Exception as e:
             why = str(e) if isinstance(e, Discarded) else f"{type(e).__name__}: {first_line(e)}"
+            is_of_others = isinstance(e, RuntimeError) and is_of_collective(e)
+            why += self._gone(number, members) if is_of_others else ""
             settled = self._register.settle(outcome, f"{why} (worker {self.seat.number}, rank {self._place} of it)")
-            if not isinstance(e, Discarded) and not (isinstance(e, RuntimeError) and is_of_collective(e)):
+            if not isinstance(e, Discarded) and not is_of_others:
                 raise
             # A vote may have been late for this rank alone, and the meeting counts: then it has what it voted for.
             return (meeting, result, settled) if settled == COUNTS else (None, None, settled)
@@ -275,7 +281,7 @@ class Meetings:
             return True if self._register.has(list(keys.values())) else None
 
         self._until(ready, self._waits.timeout, lambda: self._silent(list(keys.items()), "word"))
-        return {s: json.loads(self._register.read(key) or "{}") for s, key in keys.items()}
+        return {s: json.loads(word) for s, word in zip(keys, self._register.read_all([*keys.values()]), strict=True)}
 
     def _votes(self, number: int, members: tuple[Seat, ...]) -> str:
         outcome = f"outcome/{number}"
@@ -292,6 +298,18 @@ class Meetings:
     def _silent(self, keys: list[tuple[Seat, str]], what: str) -> Exception:
         late = [s for s, key in keys if not self._register.has([key])]
         return Discarded(f"no {what} of {named(late)} within {self._waits.timeout:g} s")
+
+    def _gone(self, number: int, members: tuple[Seat, ...]) -> str:
+        """Whom an exchange has failed for: of those at this place who says nothing of it, after a moment."""
+        self._register.write(self._key("failed", number, self.seat, self._place), "")
+        keys = {s: [self._key(what, number, s, self._place) for what in ("failed", "vote")] for s in members}
+        deadline = time.monotonic() + min(MOMENT, self._waits.timeout)
+        while silent := [s for s, said in keys.items() if not any(self._register.has([key]) for key in said)]:
+            if time.monotonic() > deadline:
+                its = f"its rank {self._place}" if len(silent) == 1 else f"their ranks {self._place}"
+                return f"; {named(silent)} ({its}) said nothing: gone, or stuck"
+            time.sleep(PAUSE)
+        return ""
 
     @staticmethod
     def _key(what: str, number: int, seat: Seat, place: int) -> str:

@@ -64,6 +64,10 @@ class Register:
         found = self._asked(lambda: self.store.get(key).decode() if self.store.check([key]) else None)
         return None if found is None else str(found)
 
+    def read_all(self, keys: list[str]) -> list[str]:
+        """What is written at keys at all of which there is something: one question, however far the store is."""
+        return [str(value.decode()) for value in self._asked(lambda: self.store.multi_get(keys))] if keys else []
+
     def has(self, keys: list[str]) -> bool:
         """Whether there is something at all of them."""
         return bool(self._asked(lambda: self.store.check(keys)))
@@ -82,7 +86,10 @@ class Register:
 
     def entries(self, key: str) -> list[str]:
         """Of a list, in the order in which they came."""
-        found = [self.read(f"{key}/{i + 1}") for i in range(self._count(key, 0))]
+        keys = [f"{key}/{i + 1}" for i in range(self._count(key, 0))]
+        if self.has(keys):
+            return self.read_all(keys)
+        found = [self.read(key) for key in keys]
         return [entry for entry in found if entry is not None]  # one may be counted, and not written yet
 
     def _count(self, key: str, more: int) -> int:

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def saved_state(workers: ElasticWorkers) -> dict[str, Any]:
-    """Counters, and tensors by name: what the workers agreed on, and the outer momentum."""
+    """Counters, and tensors by name: what the workers agreed on, and the outer momentum.
+
+    With what comes of a meeting that is under way: it waits for that.
+    """
+    workers._arrived()
     outer = workers._made()
     kinds = {ANCHOR: outer.anchor, MOMENTUM: outer.momentum}
     tensors = {f"{kind}.{n}": in_shards(workers.model, n, t) for kind, own in kinds.items() for n, t in own.items()}
@@ -28,8 +32,8 @@ def load_saved_state(workers: ElasticWorkers, state: Mapping[str, Any]) -> None:
     """
     if workers._meetings is not None:
         raise AutoparError("this worker has joined the others, whose state it has: load before join()")
+    outer = workers._made()  # decides "auto"
     workers.require_settings(state)
-    outer = workers._made()
     kinds = {ANCHOR: outer.anchor, MOMENTUM: outer.momentum}
     for missing in (f"{k} of {n!r}" for k, own in kinds.items() for n in own if f"{k}.{n}" not in state["tensors"]):
         raise AutoparError(f"what is loaded has no {missing}: it is of another model")

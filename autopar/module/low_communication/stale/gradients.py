@@ -95,6 +95,7 @@ class StaleGradients(WorkerExchange):
         self._dtype = wide(self._parameters())
         self._segments: list[list[Segment]] = []
         self._options: list[dict[str, Any]] = []
+        self._groups: dict[str, int] = {}
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._attach(self._before, self._after)
 
@@ -125,6 +126,7 @@ class StaleGradients(WorkerExchange):
         """
         owner = self._begun()
         assert self._mail is not None
+        self._require_known(self._groups, self._parameters())
         what = f"synchronize() of {self.what} of {self.model._autopar.name}"
         self.settle(what)
         tensors = self._tensors()
@@ -173,9 +175,9 @@ class StaleGradients(WorkerExchange):
         if self._owner is None:
             self._require_layouts()
             parameters = self._parameters()
-            groups = groups_of(parameters, self.optimizer)
+            self._groups = groups_of(parameters, self.optimizer)
             sizes = {n: p.numel() for n, p in parameters.items()}
-            self._segments = cut(sizes, groups, self._owner_count)
+            self._segments = cut(sizes, self._groups, self._owner_count)
             self._segments += [[] for _ in range(self._workers.count - self._owner_count)]
             self._options = [options_of(group) for group in self.optimizer.param_groups]
             own, tensors = self._segments[self._workers.index], self._tensors()
@@ -249,17 +251,23 @@ class StaleGradients(WorkerExchange):
         """In place of an optimizer's step."""
         self._begun()
         self._require_gradients(has_closure)
+        self._require_known(self._groups, parameters := self._parameters())
         now = [options_of(group) for group in self.optimizer.param_groups]
+        if len(now) != len(self._options) or groups_of(parameters, self.optimizer) != self._groups:
+            raise AutoparError(
+                f"the optimizer's groups are others than when {self.what} began, and owners have what they were: add "
+                "groups before the first step; or make new StaleGradients after synchronize() and detach()"
+            )
         if now != self._options:
             changed = next(k for a, b in zip(now, self._options, strict=True) for k in a if a[k] != b.get(k))
             raise AutoparError(
                 f"the optimizer's option {changed!r} has changed since {self.what} began, and owners have what it was: "
                 "only learning rates may change; make new StaleGradients after synchronize() and detach()"
             )
-        gradients, _ = gradients_of(self._parameters())
+        gradients, _ = gradients_of(parameters)
         if not self._leaves_out([first_infinite(gradients)]):
             self._exchange()
-        for parameter in self._parameters().values():
+        for parameter in parameters.values():
             if parameter.grad is not None:
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
