@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.state.code.scope import Scope
+from autopar.capture.state.code.owner import Scope
 from autopar.capture.state.slots import SCOPES
 from autopar.capture.state.values import OWN, Path, Step, attributes_of, children, set_attribute, slots_of
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch_compat import hooks_of_all_modules
-from autopar.capture.state.code.scope import is_library
+from autopar.capture.state.code.objects import is_library
 from autopar.capture.state.record import Record
 from autopar.capture.state.skeleton import Skeleton, build, holds
 from autopar.capture.state.slots import HOOK_TABLES, HOOKS

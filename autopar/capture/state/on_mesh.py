@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.state.code.scope import Scope
+from autopar.capture.state.code.owner import Scope
 from autopar.capture.state.values import DEEPEST, OWN, children, set_attribute
 
 Whole = Callable[[torch.Tensor], torch.Tensor]

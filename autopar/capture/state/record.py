@@ -21,7 +21,7 @@ from torch import nn
 
 from autopar._torch_compat import is_traced
 from autopar.capture.settings import SETTINGS
-from autopar.capture.state.code.scope import Search, search
+from autopar.capture.state.code.search import Search, search
 from autopar.capture.state.containers import contents, differs, is_reordered, put, restore
 from autopar.capture.state.driven import Driven, is_driven
 from autopar.capture.state.skeleton import Existing, NewObject, Skeleton, has_leaf, kind_of

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from autopar.capture.settings import SETTINGS, Libraries
-from autopar.capture.state.code.scope import Code, Scope, Search, is_users_object, search
+from autopar.capture.state.code.objects import is_users_object
+from autopar.capture.state.code.owner import Scope
+from autopar.capture.state.code.search import Code, Search, search
 from autopar.capture.state.inventory import Holdings, Inventory, same_objects
 from autopar.capture.state.on_mesh import Whole, is_on_mesh, make_whole
 from autopar.capture.state.values import BUFFERS, GENERATORS, OWN, Path, Same, children, describe, state_of_hook, walk

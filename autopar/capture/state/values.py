@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from autopar._torch_compat import is_traced
-from autopar.capture.state.code.scope import Scope, is_library, is_users_object
+from autopar.capture.state.code.objects import is_library, is_users_object
+from autopar.capture.state.code.owner import Scope
 
 OWN = frozenset(vars(nn.Module()))
 """Attributes that torch's modules have of their own."""

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.state.code.scope import SIMPLE, Scope
+from autopar.capture.state.code.objects import SIMPLE
+from autopar.capture.state.code.owner import Scope
 from autopar.errors import CaptureError
 
 

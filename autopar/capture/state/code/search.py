@@ -1,4 +1,4 @@
-"""`Scope`: names outside of the model's modules that its code reads: globals, attributes of classes and of functions.
+"""`Search`: names outside of the model's modules that its code reads: globals, attributes of classes and of functions.
 
 A graph holds for their values as it does for attributes, and a call may write to them. Which names these are is read
 off the bytecode of the methods of the model's classes, and of the functions and classes that they name.
@@ -7,51 +7,43 @@ off the bytecode of the methods of the model's classes, and of the functions and
 from __future__ import annotations
 
 import argparse
-import array
 import builtins
 import contextlib
-import contextvars
-import functools
 import importlib.util
-import logging
 import os
-import random
 import sys
 import threading
 import types
-import weakref
-from collections import UserList, UserString, deque
-from collections.abc import Iterator, Mapping, MappingView, Sequence
-from dataclasses import dataclass
-from itertools import repeat
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 from autopar._torch_compat import traced_functions
 from autopar.capture.state.code.names import Names
+from autopar.capture.state.code.objects import (
+    CONTAINERS,
+    NAMESPACES,
+    OF_FUNCTIONS,
+    SIMPLE,
+    function_in,
+    is_foreign,
+    is_installed,
+    is_library,
+    is_users_object,
+    own_values,
+    parts_of,
+    table_of,
+)
+from autopar.capture.state.code.owner import Owner, Scope
 
 MOST = 1000
 """Functions that are searched; a model whose code reaches more has the state of the others overlooked."""
 
 LONGEST = 10_000
 """Items of a list in which functions are looked for; a longer one is data."""
-
-LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "builtins"))
-"""Top-level packages whose functions and objects are not searched; their state is their own business."""
-
-SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, tuple)
-
-NAMESPACES = (types.SimpleNamespace, argparse.Namespace, threading.local, contextvars.ContextVar, weakref.ref,
-              random.Random, np.random.Generator, np.random.RandomState, logging.Logger)  # fmt: skip
-"""Classes of libraries whose objects hold what users put in them."""
-
-CONTAINERS = (list, Mapping, MappingView, set, weakref.WeakSet, deque, UserList, UserString, np.ndarray, torch.Tensor,
-              bytearray, memoryview, array.array)  # fmt: skip
 
 ENVIRONMENT = frozenset(("environ", "getenv"))
 """Code that names one of these reads the environment's variables."""
@@ -64,40 +56,6 @@ NOT_BY_FORWARD = frozenset(
 """Special methods of modules that make, copy or show these: operators call the others without a name."""
 
 
-class Owner:
-    """A module's globals, a class or a function; one object for each, so that paths through it are equal."""
-
-    def __init__(self, space: Any, label: str) -> None:
-        """``space``: a dict of globals, or what has attributes."""
-        self.space, self.label = space, label
-
-    def __repr__(self) -> str:
-        """As messages call it."""
-        return self.label
-
-    def values(self) -> Mapping[str, Any]:
-        """What it holds now, by name."""
-        return self.space if isinstance(self.space, dict) else _own(self.space)
-
-    def __getitem__(self, name: str) -> Any:
-        """The value of a name."""
-        return self.values()[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        """Assign a name."""
-        if isinstance(self.space, dict):
-            self.space[name] = value
-        else:
-            setattr(self.space, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        """Delete a name."""
-        if isinstance(self.space, dict):
-            del self.space[name]
-        else:
-            delattr(self.space, name)
-
-
 # By id, for the life of the process: an `Owner` is part of paths, which are compared between calls.
 _owners: dict[int, Owner] = {}
 
@@ -105,27 +63,6 @@ _owners: dict[int, Owner] = {}
 _BUILTINS = frozenset(vars(builtins))
 
 _NOBODY = Owner({}, "")
-
-MISSING = object()
-"""In place of the value of a name that is not there."""
-
-
-@dataclass(frozen=True)
-class Scope:
-    """Names of one owner that the code reads, in order."""
-
-    owner: Owner
-    names: tuple[str, ...]
-
-    def items(self) -> list[tuple[str, Any]]:
-        """Those that are there, with their values."""
-        space = self.owner.values()
-        return [(n, space[n]) for n in self.names if n in space]
-
-    def now(self) -> Iterator[Any]:
-        """The value of each name, in order, and the same object for each that is not there."""
-        return map(self.owner.values().get, self.names, repeat(MISSING))
-
 
 Code = tuple[type | types.FunctionType, ...]
 """Classes of a model's modules and of objects that these hold, and functions that they hold."""
@@ -208,12 +145,12 @@ class Search:
 
     def leads_alike(self) -> bool:
         """Whether the names, and containers of functions, lead to the code to which they led."""
-        links = all(_table(space).get(name) is value for space, name, value in self._links)
-        return links and all(list(map(id, parts)) == list(map(id, _parts(v))) for v, parts in self._held.values())
+        links = all(table_of(space).get(name) is value for space, name, value in self._links)
+        return links and all(list(map(id, parts)) == list(map(id, parts_of(v))) for v, parts in self._held.values())
 
     def _visit_hook(self, hook: types.FunctionType) -> None:
         """Of a hook plain values alone: what it records in must not make the graph another one."""
-        if _is_foreign(hook.__module__):
+        if is_foreign(hook.__module__):
             return
         space = hook.__globals__
         for name in Names.of(hook.__code__).globals:
@@ -223,24 +160,24 @@ class Search:
     def _add_class(self, kind: type) -> None:
         own = [c for c in kind.__mro__ if not is_library(c.__module__)]
         # Attributes of a class may be those of its metaclass.
-        own += [c for k in own for c in type.mro(type(k)) if not _is_foreign(c.__module__)]
+        own += [c for k in own for c in type.mro(type(k)) if not is_foreign(c.__module__)]
         self._classes.update({c: None for c in own})
 
     def _add_module(self, kind: type) -> None:
         """A class of modules: of a library's, too, `forward` may be replaced by another between calls."""
         self._add_class(kind)
         for c in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-            if "forward" in vars(c) and _is_foreign(c.__module__):
+            if "forward" in vars(c) and is_foreign(c.__module__):
                 self._note(c, c.__qualname__, "forward")
 
     def _visit_class(self, kind: type) -> None:
-        if _is_installed(kind.__module__):
+        if is_installed(kind.__module__):
             self._visit_installed(kind)
             return
         # Operators are called without a name, and so are the methods of a differentiable function.
         unnamed, differentiates = not issubclass(kind, nn.Module), issubclass(kind, torch.autograd.Function)
         for name, value in list(vars(kind).items()):
-            function = _function_in(value)
+            function = function_in(value)
             # Only what some code names: `generate` of a transformer, say, is not called by forward.
             special = name.startswith("__") and (unnamed or name not in NOT_BY_FORWARD)
             called = function is not None and (special or differentiates)
@@ -250,7 +187,7 @@ class Search:
     def _note_inherited(self, kind: type) -> None:
         """What a class has from its bases, and may get itself between calls."""
         noted = [names for c in kind.__mro__[1:] if (names := self._names.get(_owners.get(id(c), _NOBODY)))]
-        for name in () if _is_installed(kind.__module__) else sorted(self._attributes & set().union(*noted)):
+        for name in () if is_installed(kind.__module__) else sorted(self._attributes & set().union(*noted)):
             self._note(kind, kind.__qualname__, name)
 
     def _visit_installed(self, kind: type) -> None:
@@ -258,7 +195,7 @@ class Search:
         for name, value in list(vars(kind).items()):
             if isinstance(value, SIMPLE) and not name.startswith("__"):
                 self._note(kind, kind.__qualname__, name)
-            if (function := _function_in(value)) is None:
+            if (function := function_in(value)) is None:
                 continue
             space = function.__globals__
             names = Names.of(function.__code__)
@@ -289,7 +226,7 @@ class Search:
         for name in self._attributes & vars(module).keys():
             value = vars(module)[name]
             if isinstance(value, types.ModuleType):
-                if value.__name__ not in self._modules and _is_foreign(value.__name__):
+                if value.__name__ not in self._modules and is_foreign(value.__name__):
                     self._modules[value.__name__] = value
                     self._visit_library(value)
             else:
@@ -305,12 +242,12 @@ class Search:
         """Note which object a name leads to, and not what that is."""
         # All of `torch.nn.functional` is compared in any case.
         if space is not vars(functional) and label.partition(".")[0] != "autopar":
-            self._libraries.setdefault(id(space), (_table(space), label, set()))[2].add(name)
+            self._libraries.setdefault(id(space), (table_of(space), label, set()))[2].add(name)
 
     def _visit_object(self, space: Any, label: str) -> None:
         """Of an object or a module what the code names: the rest (a tracker's times, say) may change at every step."""
         is_module = isinstance(space, dict)
-        for name, value in list((space if is_module else _own(space)).items()):
+        for name, value in list((space if is_module else own_values(space)).items()):
             if name == "__getattr__" and is_module:  # makes names as they are asked for
                 self._follow(value, label)
             elif name in self._attributes and (is_module or isinstance(value, (*SIMPLE, *CONTAINERS))):
@@ -321,7 +258,7 @@ class Search:
                     self._note(space, label, name)
 
     def _visit_function(self, function: types.FunctionType) -> None:
-        if id(function) in self._seen or len(self._seen) > MOST or _is_foreign(function.__module__):
+        if id(function) in self._seen or len(self._seen) > MOST or is_foreign(function.__module__):
             return
         self._seen.add(id(function))
         self._codes.append((function, function.__code__))
@@ -354,7 +291,7 @@ class Search:
 
     def _note_assigned(self, owner: Any, names: Names) -> None:
         """Attributes of a function or class, such as a counter ``f.calls``, that may not be there yet."""
-        for attribute in names.assigned if not _is_foreign(owner.__module__) else ():
+        for attribute in names.assigned if not is_foreign(owner.__module__) else ():
             self._note(owner, owner.__qualname__, attribute)
 
     def _visit_environment(self, names: Names) -> None:
@@ -371,7 +308,7 @@ class Search:
         if module not in sys.modules:  # before asking where it is installed, which is known from then on only
             self.not_imported.add(module)
             return
-        if _is_installed(module):
+        if is_installed(module):
             return
         for name in {module, module.partition(".")[0]}:
             self._follow(sys.modules[name], name)
@@ -382,9 +319,9 @@ class Search:
 
     def _visit_value(self, space: Any, label: str, name: str, value: Any) -> None:
         """What a name leads to: noted where it is state, and followed."""
-        function = _function_in(value)
+        function = function_in(value)
         if function is not None:
-            is_state = isinstance(space, type) or not _is_foreign(function.__module__)
+            is_state = isinstance(space, type) or not is_foreign(function.__module__)
         else:
             is_state = isinstance(value, (*SIMPLE, *CONTAINERS, *NAMESPACES)) or is_users_object(value)
         if is_state and value is not os.environ:
@@ -397,17 +334,17 @@ class Search:
 
     def _follow(self, value: Any, label: str) -> None:
         """Look into what the code names: a module, a class, a function or an object of the user's."""
-        function = _function_in(value)
+        function = function_in(value)
         if isinstance(value, types.ModuleType):
-            if _is_foreign(value.__name__):
+            if is_foreign(value.__name__):
                 self._modules[value.__name__] = value
             else:
                 self._objects[id(vars(value))] = vars(value), value.__name__
         elif isinstance(value, type):
-            if not _is_foreign(value.__module__):
+            if not is_foreign(value.__module__):
                 self._add_class(value)
         # A registry of functions, say.
-        elif isinstance(value, _OF_FUNCTIONS):
+        elif isinstance(value, OF_FUNCTIONS):
             self._follow_parts(value, label)
         elif function is not None:
             self._visit_function(function)
@@ -424,92 +361,13 @@ class Search:
             self._add_class(type(value))
 
     def _follow_parts(self, value: Any, label: str) -> None:
-        if id(value) in self._held or len(parts := _parts(value)) > LONGEST:
+        if id(value) in self._held or len(parts := parts_of(value)) > LONGEST:
             return
         self._held[id(value)] = value, parts
         for part in parts:
-            if isinstance(part, (type, types.FunctionType, *_OF_FUNCTIONS)) or is_users_object(part):
+            if isinstance(part, (type, types.FunctionType, *OF_FUNCTIONS)) or is_users_object(part):
                 self._follow(part, label)
 
     def _note(self, space: Any, label: str, name: str) -> None:
         owner = _owners.setdefault(id(space), Owner(space, label))
         self._names.setdefault(owner, set()).add(name)
-
-
-def is_users_object(value: Any) -> bool:
-    """Whether a value is an object of a class of the user's that may have state; modules are looked at themselves."""
-    kind = type(value)
-    plain = isinstance(value, type | types.ModuleType | types.FunctionType | types.MethodType | nn.Module)
-    return not plain and kind not in SIMPLE and not _is_foreign(kind.__module__)
-
-
-_OF_FUNCTIONS = (list, tuple, dict, functools.partial, types.MethodType)
-"""Containers in which functions and classes are looked for."""
-
-
-def _table(space: Any) -> Mapping[str, Any]:
-    return space if isinstance(space, dict) else vars(space)
-
-
-def _parts(value: Any) -> list[Any]:
-    """What a container of functions and classes holds."""
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [value.__func__, type(value.__self__)]
-    return list(value.values() if isinstance(value, dict) else value)
-
-
-def is_library(module: str | None) -> bool:
-    """Whether a module is of Python's, torch's, numpy's or autopar's."""
-    # No text: a class of Cython's says it through a descriptor.
-    return not isinstance(module, str) or module.partition(".")[0] in LIBRARIES
-
-
-@functools.cache
-def _is_installed(module: str) -> bool:
-    """Whether a module is of a package that is installed, and not the user's own code."""
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return any(part in ("site-packages", "dist-packages") for part in Path(file).parts)
-
-
-def _is_foreign(module: str | None) -> bool:
-    return is_library(module) or _is_installed(str(module))
-
-
-def _function_in(value: Any) -> types.FunctionType | None:
-    """The Python function behind a method, a property or a cache; None: it is none."""
-    # In this order: a property's getter, say, may be cached.
-    if isinstance(value, staticmethod | classmethod):
-        value = value.__func__
-    if isinstance(value, property):
-        value = value.fget
-    if isinstance(value, functools.cached_property | functools.partialmethod | functools.singledispatchmethod):
-        value = value.func
-    if isinstance(value, functools._lru_cache_wrapper):
-        value = value.__wrapped__
-    return value if isinstance(value, types.FunctionType) else None
-
-
-def _own(value: Any) -> Mapping[str, Any]:
-    """Attributes of an object's own, those in slots included."""
-    slots = _all_slots(type(value))
-    if not slots and hasattr(value, "__dict__"):
-        own: Mapping[str, Any] = vars(value)
-        return own
-    # Slots first: `vars` of an object with both has only the rest.
-    found = {n: getattr(value, n) for n in slots if hasattr(value, n) and n != "__dict__"}
-    return {**found, **vars(value)} if hasattr(value, "__dict__") else found
-
-
-_slots: dict[type, tuple[str, ...]] = {}
-
-
-def _all_slots(kind: type) -> tuple[str, ...]:
-    if kind not in _slots:
-        _slots[kind] = tuple(n for c in kind.__mro__ for n in _listed(vars(c).get("__slots__", ())))
-    return _slots[kind]
-
-
-def _listed(names: Any) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
