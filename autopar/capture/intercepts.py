@@ -203,6 +203,7 @@ class Intercepts(TorchFunctionMode):
         super().__init__()
         self._name_of = name_of
         self._batch = {id(t): t for t in batch}
+        self._lasting = {id(t): t for t in (*named.values(), *batch)}
         self._memory: Memory = {}
         self.known = known
         for name, t in named.items():
@@ -240,7 +241,9 @@ class Intercepts(TorchFunctionMode):
         # The name first: this runs at every call of torch, and names compare faster than descriptors.
         if func.__name__ == "__set__" and func == _SET_DATA:
             return _set_data(args[0], args[1], self._memory)
-        if func.__name__ == "__set__" and func == _SET_GRAD and is_traced(args[0]) and (line := _own_line()):
+        # That of a tensor that the call makes ends with it, as where forward has an optimizer of its own.
+        lasts = func.__name__ == "__set__" and func == _SET_GRAD and id(args[0]) in self._lasting
+        if lasts and is_traced(args[0]) and (line := _own_line()):
             if args[1] is None and self._has_no_gradient(args[0]):
                 return None
             raise CaptureError(
@@ -256,7 +259,7 @@ class Intercepts(TorchFunctionMode):
             if name == ".is_leaf" and is_traced(args[0]) and not of_batch:
                 return is_leaf(args[0])
             if name == ".grad" and is_traced(args[0]) and self._has_no_gradient(args[0]):
-                return None
+                return func(*args)  # what forward has set, if anything
             _refuse_reading(name, args[0])
         if func in _READS_VALUES and not is_traced(args[0]):
             return _values(func, args, kwargs or {})

@@ -136,6 +136,27 @@ def test_gradients_that_are_set() -> None:
         parallelize(Graded(), None)(batch(0))
 
 
+class Inner(Looks):
+    """Takes a step of an optimizer of its own, on a tensor of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight.detach().clone().requires_grad_()
+        weight.grad = torch.autograd.grad((x @ weight).square().mean(), [weight])[0]
+        torch.optim.SGD([weight], lr=0.1).step()
+        return (self.linear(x) @ weight.detach()).mean()
+
+
+def test_gradients_of_tensors_of_the_call_are_set() -> None:
+    plain = Inner()
+    model = parallelize(copy.deepcopy(plain), None)
+    for step in range(2):
+        expected, found = plain(batch(step)), model(batch(step))
+        expected.backward(), found.backward()
+        torch.testing.assert_close(found, expected)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
 class Counted(Looks):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).mean() * torch.bincount(x.argmax(-1), weights=x[:, 0].detach(), minlength=2).sum()
