@@ -93,7 +93,7 @@ OF_SETTINGS: dict[str, list[Any]] = {
     "every": [0, None, "auto", *NO_WHOLE], "outer_lr": [0, INF, *NO_NUMBER], "outer_momentum": [1, 2, INF, *NO_NUMBER],
     "nesterov": [None, *NO_FLAG], "fragments": [0, 9, *NO_WHOLE], "delay": [8, *NO_WHOLE], "mix": [1, INF, *NO_NUMBER],
     "bits": [0, 2, 16, 8.0, "8", True, [], Awkward()], "synchronous": NO_WHOLE,
-    "weighted": [None, *NO_FLAG],
+    "weighted": [None, *NO_FLAG], "feedback": [True, None, *NO_FLAG],
 }  # fmt: skip
 OF_COMPRESSION: dict[str, list[Any]] = {
     "method": ["signs", "", None, 1, [], Awkward()], "rank": [0, *NO_WHOLE], "share": [0, 1.5, INF, *NO_NUMBER],

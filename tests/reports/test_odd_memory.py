@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "nested": (lambda m, x: torch.nested.as_nested_tensor([m.f(x), x[:2]]), "makes a nested tensor.*pad the sequences"),
     "address": (lambda m, x: m.f(x) * m.f(x).data_ptr(), "data_ptr"),
     "of a list": (lambda m, x: torch.tensor([m.f(x).mean(), 1.0]), "use torch.stack"),
-    "repeated": (lambda m, x: x.repeat_interleave(torch.arange(6), 0), "pass output_size="),
+    "repeated": (lambda m, x: x.repeat_interleave((x[:, 0] > 0).long(), 0), "pass output_size="),
 }
 
 
