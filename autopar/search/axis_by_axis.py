@@ -124,6 +124,12 @@ def placements(built: Formulation, solution: Solution, tables: Tables) -> dict[s
     return found
 
 
+def blocks_of(sizes: Sequence[int], together: int) -> list[tuple[int, ...]]:
+    """The largest axes together, inner ones of those as large, and each other one by itself."""
+    axes = sorted(range(len(sizes)), key=lambda axis: (-sizes[axis], -axis))
+    return [tuple(sorted(axes[:together])), *((axis,) for axis in axes[together:])]
+
+
 def bound_by_axes(
     program: Program,
     dims: Dims,
@@ -150,8 +156,7 @@ def bound_by_axes(
     Returns:
         Seconds that no plan avoids, and a claim for each block; the bound is the sum of all.
     """
-    axes = sorted(range(len(machine.sizes)), key=lambda axis: (-machine.sizes[axis], -axis))
-    blocks = [tuple(sorted(axes[:together])), *((axis,) for axis in axes[together:])]
+    blocks = blocks_of(machine.sizes, together)
     fixed, claims, devices = 0.0, list[Claim](), math.prod(machine.sizes)
     for block in blocks:
         names, sizes = tuple(machine.names[a] for a in block), tuple(machine.sizes[a] for a in block)

@@ -12,9 +12,9 @@ from typing import Any
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import INTERRUPTED, LAGRANGIAN, TIME_LIMIT, Certificate, Plan
 from autopar.ir.program import Program
-from autopar.search.axis_by_axis import bound_by_axes
+from autopar.search.axis_by_axis import blocks_of, bound_by_axes
 from autopar.search.budget.budget_problem import BudgetProblem, peak_bytes
-from autopar.search.budget.cutoff import PrunedError
+from autopar.search.budget.cutoff import NO_CUTOFF, PrunedError
 from autopar.search.budget.pareto import Frontier
 from autopar.search.budget.within_budget import plan_by_axes, plan_within
 from autopar.search.emitted.seconds import simulated_seconds
@@ -100,15 +100,31 @@ def _as_predicted(plan: Plan, proof: _Found) -> Certificate:
     return replace(plan.certificate, objective=seconds, lower_bound=min(proof.bound, seconds), space=known.space)
 
 
-def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
+def _overlapping(
+    program: Program,
+    dims: Dims,
+    job: Job,
+    classes: LayerClasses,
+    placed: dict[str, tuple[Any, ...]] | None = None,
+) -> Plan:
     """The best plan whose collectives run beside kernels.
 
     Its time is a maximum of sums. Under any weights of these, the cheapest plan bounds the time of all: first under
     weights by which all is hidden that can be, then under those by which all plans that are known cost much. Chunks of
     products hide less than they could: where that makes a difference, what they could hide is in the bound alone, and
     later plans are searched in one piece, and compared as they are cut.
+
+    Args:
+        program: canonical program.
+        dims: its dimension analysis.
+        job: what the plan is for.
+        classes: which nodes share a decision.
+        placed: gets what variables do in the last plan that is found, where only some axes are searched.
     """
     rounds = _Rounds(program, dims, job, classes)
+    rounds.placed = rounds.placed if placed is None else placed
+    if _is_many(job) and job.stages is None:
+        rounds.search_largest()
     if job.stages is not None:  # the bound is that of any memory
         rounds.search(replace(rounds.all_hidden, chunks=False))
         # Pipelines are many, and the best is simulated whatever the search says.
@@ -211,6 +227,20 @@ class _Rounds:
         self.plans.append(self._predicted(found.plan))
         if found.plan.certificate.binds or not self._look_at(problem):
             self.cuts.append(self._features(found.plan))
+
+    def search_largest(self) -> None:
+        """Search the largest axes alone, which are one problem: the others are added pair by pair."""
+        job = self.job
+        if job.memory is not None and not self._problem(None).ample:
+            return
+        part = replace(
+            job,
+            restrictions=replace(job.restrictions, free=blocks_of(tuple(job.axes.values()), EXACT_AXES)[0]),
+            search=replace(job.search, time_limit=job.search.time_limit / 2, check=False),
+            cutoff=NO_CUTOFF,  # its bounds are not about all plans
+        )
+        with suppress(InfeasibleError):
+            self.plans.append(_overlapping(self.program, self.dims, part, self.classes, self.placed))
 
     def cut_in_vain(self) -> bool:
         """Whether chunks of the best plan could hide more than they do."""
@@ -386,13 +416,19 @@ class _Found:
         return replace(certificate, checked=max(proved, 0.0))
 
 
+def _is_many(job: Job) -> bool:
+    """Whether so many axes are searched that they are no one problem."""
+    # Roles of all axes leave so little open that any number of them is one problem.
+    decided = all(roles_of(job.search.recipe, job.axes, job.search.roles)) and bool(job.restrictions.strategies)
+    free = job.restrictions.free
+    return not decided and len(job.axes if free is None else free) > EXACT_AXES
+
+
 def _search(problem: BudgetProblem) -> _Found:
     """The cheapest plan of one problem."""
     job, program, dims, classes = problem.job, problem.program, problem.dims, problem.classes
-    # Roles of all axes leave so little open that any number of them is one problem.
-    decided = all(roles_of(job.search.recipe, job.axes, job.search.roles)) and bool(job.restrictions.strategies)
     claims: Sequence[Claim]
-    if decided or len(job.axes) <= EXACT_AXES:
+    if not _is_many(job):
         plan = plan_within(problem)
         fixed = 0.0
         # Each is about all plans; of the plans for a stage's devices nothing is claimed.

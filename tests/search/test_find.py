@@ -52,6 +52,14 @@ def test_more_axes_do_not_beat_the_exact_optimum_of_two() -> None:
     assert fourth.method == "axis by axis"
 
 
+def test_a_fourth_axis_makes_a_plan_no_slower() -> None:
+    """The largest three are one problem, whose plan is the first; the simulator chooses among plans within 5%."""
+    program = zoo.captured("mlp")[0]
+    axes, cluster, search = dict.fromkeys("abc", 2), Cluster.preset("cpu"), Search(cache=False, padding=False)
+    three, four = (solve(program, of, cluster, search=search) for of in (axes, {"z": 2, **axes}))
+    assert four.predicted.step_seconds <= 1.05 * three.predicted.step_seconds
+
+
 @pytest.mark.deep
 def test_three_axes_are_solved_to_the_gap() -> None:
     """Where they are alike, labelings that cost nearly the same are many, and the first ones found are far off."""

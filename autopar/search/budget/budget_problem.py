@@ -54,7 +54,7 @@ class BudgetProblem:
         weights: prices of seconds, where collectives overlap kernels.
         met: grows by the labelings that the search without a budget looks at, each with its problem.
         start: a labeling that is known, for that search.
-        placed: what variables do on each axis in the last plan that was found pair by pair, to begin the next with.
+        placed: what variables do on each axis in the last plan that some of the axes were searched for.
         raise_bound: raises a bound of all plans within a memory constraint, of which this much is known.
     """
 

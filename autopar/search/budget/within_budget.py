@@ -67,6 +67,8 @@ def _without_budget(searched: BudgetProblem) -> tuple[Formulation, Solution, Pla
         met=lambda labels: searched.met.append((built, labels)), start=searched.start,
     )  # fmt: skip
     searched.claims.append(Claim(built.problem, solution.lower_bound))
+    if job.restrictions.free is not None:
+        searched.placed.update(placements(built, solution, searched.tables))
     job.cutoff.require_less(solution.lower_bound)
     return built, solution, searched.plan(built, LayerMix.of(solution), solution.lower_bound, solution.method)
 
@@ -90,7 +92,7 @@ def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:
 
     failure: InfeasibleError | None = None
     for part in (1.0, 0.5, 0.25, 0.125):
-        room = None if job.memory is None else part * job.memory
+        room = None if job.memory is None or searched.ample else part * job.memory
         try:
             built, found = descend(
                 make, job.restrictions, searched.tables, room, limits.gap, searched.seconds, job.progress,
