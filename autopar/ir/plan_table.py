@@ -15,7 +15,7 @@ from rich.text import Text
 from autopar.costs.cluster import Cluster
 from autopar.costs.device import FLOAT8
 from autopar.costs.memory import format_bytes
-from autopar.ir.plan import MEMORY_REPAIR, PER_USE, ROUNDED, Certificate, ModuleRow, Plan
+from autopar.ir.plan import BY_AXES, MEMORY_REPAIR, PER_USE, ROUNDED, Certificate, ModuleRow, Plan
 
 METHODS = {
     "elimination": "exact elimination of variables",
@@ -26,7 +26,7 @@ METHODS = {
     "interrupted": "stopped by Ctrl-C",
     "Lagrangian": "Lagrangian of the memory constraint, exact at each multiplier; layers split between two of them",
     MEMORY_REPAIR: "minimum-memory plan, repaired until the peak of its graph fits",
-    "axis by axis": "one or two axes at a time, with a bound for each axis",
+    BY_AXES: "three axes, then two at a time, with a bound by blocks of axes",
 }
 """How a search ended, in words; an unknown method is printed as it is."""
 

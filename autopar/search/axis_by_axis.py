@@ -216,7 +216,9 @@ class _Kernels:
         """How often a class's operator runs, at the price of its seconds."""
         node = self.classes.members[key][0]
         price = 1.0 if self.weights is None else self.weights.of_kernels(node)[0]
-        return price * self.classes.count[key] * self.program.runs(node)
+        # Of what all microbatches share, once is enough.
+        runs = 1 if node in self.program.microbatch_invariant else self.program.runs(node)
+        return price * self.classes.count[key] * runs
 
     def _even(self, key: str) -> float:
         """Seconds of a class's kernels, launches left out, if all devices did the same part of one device's."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from autopar.errors import InfeasibleError
-from autopar.ir.plan import INTERRUPTED, LAGRANGIAN, TIME_LIMIT, Certificate, Plan
+from autopar.ir.plan import BY_AXES, INTERRUPTED, LAGRANGIAN, TIME_LIMIT, Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.axis_by_axis import blocks_of, bound_by_axes
 from autopar.search.budget.budget_problem import BudgetProblem, peak_bytes
@@ -240,7 +240,9 @@ class _Rounds:
             cutoff=NO_CUTOFF,  # its bounds are not about all plans
         )
         with suppress(InfeasibleError):
-            self.plans.append(_overlapping(self.program, self.dims, part, self.classes, self.placed))
+            plan = _overlapping(self.program, self.dims, part, self.classes, self.placed)
+            # What closed that search says nothing of all axes.
+            self.plans.append(replace(plan, certificate=replace(plan.certificate, method=BY_AXES)))
 
     def cut_in_vain(self) -> bool:
         """Whether chunks of the best plan could hide more than they do."""

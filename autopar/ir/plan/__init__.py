@@ -25,6 +25,9 @@ TIME_LIMIT, INTERRUPTED = "time limit", "interrupted"
 LAGRANGIAN = "Lagrangian"
 """Method of a certificate whose bound prices memory."""
 
+BY_AXES = "axis by axis"
+"""Method of a certificate of many axes, whose bound is a sum over blocks of them."""
+
 MEMORY_REPAIR = "memory repair"
 """Method of a certificate whose plan was changed after the search, see `autopar.search.budget.repair`."""
 

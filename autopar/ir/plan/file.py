@@ -20,6 +20,7 @@ from autopar.costs.read_file import MIB, read_text
 from autopar.errors import PlanError
 from autopar.ir.layout import parse_placement
 from autopar.ir.plan import (
+    BY_AXES,
     INTERRUPTED,
     LAGRANGIAN,
     MEMORY_REPAIR,
@@ -126,7 +127,7 @@ _METHODS = {
 }
 """What closed a search, in version 1 and now."""
 
-_SAME = ("ilp", "multiplier", "axis by axis", TIME_LIMIT, INTERRUPTED, "random", "")
+_SAME = ("ilp", "multiplier", BY_AXES, TIME_LIMIT, INTERRUPTED, "random", "")
 """Methods that have kept their names. The only other one of version 1 is memory repair."""
 
 

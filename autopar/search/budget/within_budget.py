@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
-from autopar.ir.plan import LAGRANGIAN, Plan
+from autopar.ir.plan import BY_AXES, LAGRANGIAN, Plan
 from autopar.search.axis_by_axis import descend, placements
 from autopar.search.budget.budget_problem import BudgetProblem, missing, peak_bytes
 from autopar.search.budget.cutoff import NO_CUTOFF
@@ -100,13 +100,13 @@ def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:
             )  # fmt: skip
         except InfeasibleError as e:
             raise failure or e from e
-        plan, enough = searched.measured(searched.plan(built, LayerMix.of(found), bound, "axis by axis"))
+        plan, enough = searched.measured(searched.plan(built, LayerMix.of(found), bound, BY_AXES))
         if enough:
             searched.placed.update(placements(built, found, searched.tables))
             return plan
         fixed = replace(job.restrictions, fixed=placements(built, found, searched.tables), free=())
         try:
-            return _fitting(searched, _saved(searched, fixed), bound, "axis by axis")
+            return _fitting(searched, _saved(searched, fixed), bound, BY_AXES)
         except InfeasibleError as e:
             failure = failure or e
     assert failure is not None
