@@ -224,7 +224,7 @@ def test_wrong_arguments() -> None:
         ({"scheduler": 1}, r"scheduler=1: expected an object with state_dict\(\)"), ({"bits": 3}, "bits=3"),
         ({"every": 4, "fragments": 2, "delay": 3}, "delay=3, every=4, fragments=2: elastic workers use what"),
         ({"fragments": "auto"}, "fragments='auto' takes every='auto'"), ({"outer_momentum": 1}, "outer_momentum=1"),
-        ({"retries": 0}, "retries=0"), ({"run": 1}, "run=1"), ({"feedback": True}, "feedback=True: give bits="),
+        ({"retries": 0}, "retries=0"), ({"run": 1}, "run=1"), ({"feedback": True}, "feedback=True without bits"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             autopar.ElasticWorkers(model, optimizer, **given | wrong)  # type: ignore[arg-type]

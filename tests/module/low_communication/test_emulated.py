@@ -115,7 +115,7 @@ def test_what_few_bits_leave_out_is_fed_back() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"every": 2, "feedback": True}, "feedback=True: give bits="),
+        ({"every": 2, "feedback": True}, "feedback=True without bits"),
         ({"every": 0}, "every=0"),
         ({"every": True}, "every=True"),
         ({"every": 2, "fragments": 3}, "at most one is sent in a step"),
