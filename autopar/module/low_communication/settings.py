@@ -59,9 +59,7 @@ class Settings:
             feedback=(self.feedback, FLAG),
         )
         if self.feedback and self.bits is None:
-            raise ValueError(
-                "feedback=True without bits: nothing is left out of what is sent; give bits= too, 8 or 4"
-            )
+            raise ValueError("feedback=True without bits: nothing is left out of what is sent; give bits= too, 8 or 4")
         if self.outer_momentum >= 1:
             raise ValueError(f"outer_momentum={self.outer_momentum}: expected a number below 1")
         if self.mix >= 1:
