@@ -36,7 +36,7 @@ from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 
 EXACT_AXES = 3
-"""Layouts on up to this many axes, and what is saved, are one problem; those on more are searched axis by axis."""
+"""Layouts on up to this many axes, and what is saved, are one problem; those on more are searched pair by pair."""
 
 ROUNDS, ROUNDS_WITHIN = 8, 4
 """At most so many weights of kernels and communication are tried; where a budget binds, the second."""
@@ -100,78 +100,19 @@ def _as_predicted(plan: Plan, proof: _Found) -> Certificate:
     return replace(plan.certificate, objective=seconds, lower_bound=min(proof.bound, seconds), space=known.space)
 
 
-def _overlapping(
-    program: Program,
-    dims: Dims,
-    job: Job,
-    classes: LayerClasses,
-    placed: dict[str, tuple[Any, ...]] | None = None,
-) -> Plan:
-    """The best plan whose collectives run beside kernels.
-
-    Its time is a maximum of sums. Under any weights of these, the cheapest plan bounds the time of all: first under
-    weights by which all is hidden that can be, then under those by which all plans that are known cost much. Chunks of
-    products hide less than they could: where that makes a difference, what they could hide is in the bound alone, and
-    later plans are searched in one piece, and compared as they are cut.
-
-    Args:
-        program: canonical program.
-        dims: its dimension analysis.
-        job: what the plan is for.
-        classes: which nodes share a decision.
-        placed: gets what variables do in the last plan that is found, where only some axes are searched.
-    """
-    rounds = _Rounds(program, dims, job, classes)
-    rounds.placed = rounds.placed if placed is None else placed
-    if _is_many(job) and job.stages is None:
-        rounds.search_largest()
-    if job.stages is not None:  # the bound is that of any memory
-        rounds.search(replace(rounds.all_hidden, chunks=False))
-        # Pipelines are many, and the best is simulated whatever the search says.
-        if rounds.above_cost(FAR) and rounds.go_on(FAR):
-            rounds.apart()
-        return rounds.result()
-    rounds.search(rounds.all_hidden)
-    if job.rough:
-        return rounds.result()
-    # Its bound is raised already. Further searches found the same plans of Llamas that are near it; a tiny GPT-2 on 4,
-    # far from it, takes 1.2 ms with them and 3.2 without. On one axis they take a second, and two layers on 8 take 461
-    # ms within 7 GiB with them and 475 without, 4% above the bound.
-    near = CLOSE if len(job.axes) == 1 else FAR
-    if rounds.best.certificate.binds and not rounds.above_bound(near):
-        return rounds.result()
-    if rounds.cut_in_vain():
-        rounds.in_one_piece()
-    if rounds.go_on():
-        rounds.apart()
-    few = ROUNDS_WITHIN if rounds.best.certificate.binds else ROUNDS
-    while rounds.go_on() and len(rounds.found) < few:
-        weights, most = rounds.strongest.at_level(rounds.cuts, rounds.bound)
-        if most - rounds.bound < CLOSE * most:  # no weights have a much higher bound
-            break
-        bound, seconds = rounds.bound, rounds.best.predicted.step_seconds
-        try:
-            rounds.search(weights)
-        except PrunedError:
-            # These weights are about all plans, so that none is much faster than the one known before.
-            if rounds.proven is None and rounds.best.predicted.step_seconds >= job.cutoff.enough:
-                raise
-            break
-        except InfeasibleError:
-            break
-        gained = max(rounds.bound - bound, seconds - rounds.best.predicted.step_seconds)
-        # What memory costs is not a matter of weights, and each round searches it anew.
-        if rounds.found[-1][0].plan.certificate.method == LAGRANGIAN and gained < CLOSE * seconds:
-            break
-    if rounds.above_bound(CLOSE):
-        rounds.combine()
-    return rounds.result()
+def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
+    """The best plan whose collectives run beside kernels."""
+    return _Rounds(program, dims, job, classes, {}).run()
 
 
 class _Rounds:
     """Searches under several weights, and the best plan of all."""
 
-    def __init__(self, program: Program, dims: Dims, job: Job, classes: LayerClasses) -> None:
+    def __init__(
+        self, program: Program, dims: Dims, job: Job, classes: LayerClasses, placed: dict[str, tuple[Any, ...]]
+    ) -> None:
+        """``placed`` gets what variables do in the last plan that some of the axes were searched for."""
+        self.placed = placed
         self.program, self.dims, self.job, self.classes = program, dims, job, classes
         self.deadline = time.monotonic() + job.search.time_limit / 2
         self.plans: list[Plan] = []
@@ -179,9 +120,43 @@ class _Rounds:
         self.cuts: list[Mapping[str, Floats]] = []
         self.labelings: dict[bytes, tuple[Ints, Mapping[str, Floats]]] = {}
         self.built: Formulation | None = None
-        self.placed: dict[str, tuple[Any, ...]] = {}
         self.proven: _Found | None = None
         self.raised: Claim | None = None
+
+    def run(self) -> Plan:
+        """The best plan.
+
+        The time of a plan is a maximum of sums. Under any weights of these, the cheapest plan bounds the time of all:
+        first under weights by which all is hidden that can be, then under those by which all plans that are known cost
+        much. Chunks of products hide less than they could: where that makes a difference, what they could hide is in
+        the bound alone, and later plans are searched in one piece, and compared as they are cut.
+        """
+        job = self.job
+        if _is_many(job) and job.stages is None:
+            self.search_largest()
+        if job.stages is not None:  # the bound is that of any memory
+            self.search(replace(self.all_hidden, chunks=False))
+            # Pipelines are many, and the best is simulated whatever the search says.
+            if self.above_cost(FAR) and self.go_on(FAR):
+                self.apart()
+            return self.result()
+        self.search(self.all_hidden)
+        if job.rough:
+            return self.result()
+        # Its bound is raised already. Further searches found the same plans of Llamas that are near it; a tiny GPT-2 on
+        # 4, far from it, takes 1.2 ms with them and 3.2 without. On one axis they take a second, and two layers on 8
+        # take 461 ms within 7 GiB with them and 475 without, 4% above the bound.
+        near = CLOSE if len(job.axes) == 1 else FAR
+        if self.best.certificate.binds and not self.above_bound(near):
+            return self.result()
+        if self.cut_in_vain():
+            self.in_one_piece()
+        if self.go_on():
+            self.apart()
+        self.search_on()
+        if self.above_bound(CLOSE):
+            self.combine()
+        return self.result()
 
     @property
     def all_hidden(self) -> Weights:
@@ -228,6 +203,28 @@ class _Rounds:
         if found.plan.certificate.binds or not self._look_at(problem):
             self.cuts.append(self._features(found.plan))
 
+    def search_on(self) -> None:
+        """Search under weights by which the plans that are known cost much, as long as that gains something."""
+        few = ROUNDS_WITHIN if self.best.certificate.binds else ROUNDS
+        while self.go_on() and len(self.found) < few:
+            weights, most = self.strongest.at_level(self.cuts, self.bound)
+            if most - self.bound < CLOSE * most:  # no weights have a much higher bound
+                break
+            bound, seconds = self.bound, self.best.predicted.step_seconds
+            try:
+                self.search(weights)
+            except PrunedError:
+                # These weights are about all plans, so that none is much faster than the one known before.
+                if self.proven is None and self.best.predicted.step_seconds >= self.job.cutoff.enough:
+                    raise
+                break
+            except InfeasibleError:
+                break
+            gained = max(self.bound - bound, seconds - self.best.predicted.step_seconds)
+            # What memory costs is not a matter of weights, and each round searches it anew.
+            if self.found[-1][0].plan.certificate.method == LAGRANGIAN and gained < CLOSE * seconds:
+                break
+
     def search_largest(self) -> None:
         """Search the largest axes alone, which are one problem: the others are added pair by pair."""
         job = self.job
@@ -240,7 +237,7 @@ class _Rounds:
             cutoff=NO_CUTOFF,  # its bounds are not about all plans
         )
         with suppress(InfeasibleError):
-            plan = _overlapping(self.program, self.dims, part, self.classes, self.placed)
+            plan = _Rounds(self.program, self.dims, part, self.classes, self.placed).run()
             # What closed that search says nothing of all axes.
             self.plans.append(replace(plan, certificate=replace(plan.certificate, method=BY_AXES)))
 

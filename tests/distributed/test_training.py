@@ -19,14 +19,14 @@ ROUNDS = {("llama", "random (2, 2)"): 1e-4, ("llama", "sharded (2, 2)"): 1e-5}
 # Pins that force a plan (data parallel, fully sharded, tensor parallel), and the meshes on which it is tried.
 DATA = {"batch.*": "S(0)", "*.weight": "R", "*.bias": "R"}
 SHARDED = {"batch.*": "S(0)", "*.weight": "S(0)"}
-LINE, SQUARE = (4,), (2, 2)
+LINE, SQUARE, FOUR = (4,), (2, 2), (2, 1, 2, 1)
 PLANS: dict[str, dict[str, tuple[dict[str, str] | int, tuple[tuple[int, ...], ...]]]] = {
     "mlp": {
-        "search": ({}, (LINE, SQUARE)),
+        "search": ({}, (LINE, SQUARE, FOUR)),
         "data": (DATA, (LINE,)),
         "sharded": (SHARDED, (LINE, SQUARE)),
         "tensor": ({"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}, (LINE, SQUARE)),
-        "random": (5, (LINE, SQUARE)),
+        "random": (5, (LINE, SQUARE, FOUR)),
         "columns": ({"*.weight": "S(1)", "batch.0": "S(1)"}, (SQUARE,)),
     },
     "gpt2": {
@@ -48,7 +48,7 @@ PLANS: dict[str, dict[str, tuple[dict[str, str] | int, tuple[tuple[int, ...], ..
 
 
 SHORT = {
-    "mlp": {"search": LINE, "random": SQUARE},
+    "mlp": {"search": FOUR, "random": SQUARE},
     "gpt2": {"tensor": SQUARE, "queries": SQUARE},
     "llama": {"sharded": SQUARE},
     "tied": {},

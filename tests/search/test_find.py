@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 import autopar
 from autopar import Search
@@ -52,12 +53,30 @@ def test_more_axes_do_not_beat_the_exact_optimum_of_two() -> None:
     assert fourth.method == "axis by axis"
 
 
+def in_float64(case: tuple[nn.Module, zoo.Tensors]) -> tuple[nn.Module, zoo.Tensors]:
+    return case[0].double(), {name: value.double() for name, value in case[1].items()}
+
+
 def test_a_fourth_axis_makes_a_plan_no_slower() -> None:
     """The largest three are one problem, whose plan is the first; the simulator chooses among plans within 5%."""
-    program = zoo.captured("mlp")[0]
-    axes, cluster, search = dict.fromkeys("abc", 2), Cluster.preset("cpu"), Search(cache=False, padding=False)
-    three, four = (solve(program, of, cluster, search=search) for of in (axes, {"z": 2, **axes}))
+    (model, batch), axes, search = in_float64(zoo.mlp()), dict.fromkeys("abc", 2), Search(cache=False, padding=False)
+    three, four = (autopar.plan(model, batch, cluster="cpu", axes=of, search=search) for of in (axes, {"z": 2, **axes}))
     assert four.predicted.step_seconds <= 1.05 * three.predicted.step_seconds
+    assert autopar.verify(model, batch, dict(four.axes), plan=four).max_error < 1e-10
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_plans_of_four_axes_are_equal_to_one_device(seed: int) -> None:
+    model, batch = in_float64(zoo.mlp())
+    search = Search(recipe="random", seed=seed, cache=False)
+    found = autopar.plan(model, batch, cluster="cpu", axes=dict.fromkeys("abcd", 2), search=search)
+    assert len({p for layout in found.parameters.values() for p in layout}) > 1  # something is split
+    assert (
+        autopar.verify(
+            model.double(), {k: v.double() for k, v in batch.items()}, dict(found.axes), plan=found
+        ).max_error
+        < 1e-10
+    )
 
 
 @pytest.mark.deep

@@ -31,7 +31,7 @@ from autopar.sharding.redistribute.shortest import ShortestPaths
 from autopar.verify.emulate import emulate
 
 R, P = Replicate(), Partial()
-NAMES = ("a", "b", "c")
+NAMES = ("a", "b", "c", "d")
 
 
 def make_type(*dims: tuple[int, ...], dtype: str = "float64") -> TensorType:
@@ -120,6 +120,7 @@ CASES = [
     (make_type((4, 6)), (2, 3)),
     (make_type((8, 2)), (2, 2, 2)),
     (make_type((4,), ()), (1, 2)),
+    (make_type((8, 2)), (2, 2, 1, 2)),
 ]
 
 

@@ -74,7 +74,7 @@ def _without_budget(searched: BudgetProblem) -> tuple[Formulation, Solution, Pla
 
 
 def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:
-    """A plan on many axes: layouts axis by axis, then what is saved under these layouts.
+    """A plan on many axes: layouts by pairs of axes, then what is saved under these layouts.
 
     Layouts are searched for parameters that take all of the budget, or half of it, and so on until the rest fits.
 

@@ -2,7 +2,8 @@
 
 Bellman-Ford in numpy, some sources at once: all arcs into a node are a row of one array, and a round gives every path
 one arc more (R. Bellman, "On a routing problem", 1958). On four mesh axes a tensor has up to two thousand layouts, of
-which a search asks for a few dozen: all pairs of them take minutes.
+which a search asks for a few dozen: all pairs of them take minutes. (SciPy, which has the same from chosen nodes, is
+no dependency; networkx takes an object for each arc.)
 """
 
 from __future__ import annotations
