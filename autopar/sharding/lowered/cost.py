@@ -2,7 +2,7 @@
 
 A lowering is emitted into a graph of its own on meta tensors, and its nodes are priced as those of the rewritten graph
 are. Strategies of operators are many, but only few have lowerings, and each of these is emitted once. A ring has as
-many steps as devices; all but the first and the last are alike, so that a long one is priced by two short ones.
+many steps as devices; all but the first and the last are alike, so that a long one is priced by a short one.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from autopar.sharding.lowered.arguments import localized
 from autopar.sharding.lowered.emit import emit_lowering, lowered_letters
 from autopar.sharding.redistribute.moves import Machine
 
-SHORT_RING = 5
-"""Steps of the ring by which longer ones are priced, and by one of a step less: what the last of them has more than the
-other is what each further step has."""
+SHORT_RING = 4
+"""Steps of the ring by which longer ones are priced: the first and the last, and two between that are alike, as all
+others are."""
 
 
 @dataclass(frozen=True)
@@ -222,23 +222,33 @@ def _cost(operator: Operator, strategy: tuple[str, ...], letters: Sequence[str],
     """What a lowering does; of a long ring, without emitting all of its steps."""
     sizes = zip(strategy, machine.sizes, strict=True)
     steps = math.prod(n for name, n in sizes if name.partition(".")[0] in letters)
-    found = _emitted(operator, strategy, letters, machine, min(steps, SHORT_RING))
-    if steps <= SHORT_RING:
+
+    def emitted(most_steps: int) -> tuple[list[_Event], list[int]]:
+        return _emitted(operator, strategy, letters, machine, most_steps)
+
+    found, began = emitted(min(steps, SHORT_RING))
+    # There may be steps of which nothing is told.
+    if steps <= SHORT_RING or (not began and found == emitted(SHORT_RING - 1)[0]):
         return LoweredCost(tuple(found))
-    shorter = _emitted(operator, strategy, letters, machine, SHORT_RING - 1)
-    longer = _longer(found, shorter, steps - SHORT_RING)
-    return longer or LoweredCost(tuple(_emitted(operator, strategy, letters, machine, steps)))
+    first, second, last = began[-3:] or (0, 0, 0)
+    step = found[second:last]
+    if not step or found[first:second] != step:
+        return LoweredCost(tuple(emitted(steps)[0]))
+    return LoweredCost(tuple(found[:last]), tuple(step), steps - SHORT_RING, tuple(found[last:]))
 
 
 def _emitted(
     operator: Operator, strategy: tuple[str, ...], letters: Sequence[str], machine: Machine, most_steps: int
-) -> list[_Event]:
-    """What a lowering does with at most so many steps of a ring."""
-    graph = fx.Graph()
+) -> tuple[list[_Event], list[int]]:
+    """What a lowering does with at most so many steps of a ring, and where each of these begins."""
+    graph, steps = fx.Graph(), list[int]()
     args, kwargs = _local_arguments(graph, operator, strategy, machine.sizes)
-    emit_lowering(graph, operator, strategy, letters, machine, args, kwargs, most_steps)
-    found, began = list[_Event](), dict[fx.Node, int]()
-    for node in (n for n in graph.nodes if n.op == "call_function"):
+    emit_lowering(graph, operator, strategy, letters, machine, args, kwargs, most_steps, steps)
+    found, began, before = list[_Event](), dict[fx.Node, int](), list[int]()
+    for node in graph.nodes:
+        before.append(len(found))
+        if node.op != "call_function":
+            continue
         made, work = info(node).collective, emitted_work(node)
         if made is not None and made.joined:
             continue
@@ -251,21 +261,7 @@ def _emitted(
             found.append(len(began) - began[node.all_input_nodes[0]])
         elif work is not None:
             found.append(_Kernel(work, tuple(np.ravel(getattr(work, f.name)).tolist() for f in fields(work))))
-    return found
-
-
-def _longer(found: list[_Event], shorter: list[_Event], steps: int) -> LoweredCost | None:
-    """What a ring does with more steps, each as the one that a shorter ring does not have; None: steps differ."""
-    more = len(found) - len(shorter)
-    if more == 0:
-        return LoweredCost(tuple(found)) if found == shorter else None  # there is no ring
-    end = next((i for i, (a, b) in enumerate(zip(found, shorter, strict=False)) if a != b), len(shorter))
-    step = found[max(end - more, 0) : end]
-    # The longer one is the shorter one with a step put in, behind one that is the same.
-    alike = found[max(end - 2 * more, 0) : max(end - more, 0)] == step
-    if not (alike and found[end:] == shorter[end - more :]):
-        return None
-    return LoweredCost(tuple(found[:end]), tuple(step), steps, tuple(found[end:]))
+    return found, [before[i] for i in steps]
 
 
 def _local_arguments(
