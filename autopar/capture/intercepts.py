@@ -44,7 +44,7 @@ from autopar._torch_compat import (
     without_modes,
 )
 from autopar.capture.functions.drawing import DRAWING, drawn
-from autopar.capture.functions.formulas import BINCOUNT, BY_FORMULA, bincount, gaussian_nll_loss
+from autopar.capture.functions.formulas import BINCOUNT, BY_FORMULA, bincount, checked_matrices, gaussian_nll_loss
 from autopar.capture.functions.kinds import is_leaf
 from autopar.capture.functions.padded_encoder import padded_with_zeros
 from autopar.capture.origins import user_frame
@@ -221,6 +221,7 @@ class Intercepts(TorchFunctionMode):
         BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
             with (
+                checked_matrices(),
                 masks_as_they_are(),
                 padded_with_zeros(),
                 by_parts(),

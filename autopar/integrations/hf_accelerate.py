@@ -28,6 +28,7 @@ from autopar.integrations.whole_batches import (
     WholeOptimizer,
     attributes,
     gather_outputs_without_loss,
+    parallel_inside,
     require_whole_batches,
     take_random_numbers_of_rank_0,
     whole,
@@ -48,6 +49,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             ``dispatch_batches=True``.
     """
 
+    every_process_writes = False
+    """Whether each process is to write what one would, to where it alone looks for it."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refuse_other_distribution(self)
@@ -61,6 +65,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def process_index(self) -> int:
         """Which part of a batch this process has: 0 of 1. Which process it is says ``accelerator.state``."""
         return 0
+
+    @property
+    def is_main_process(self) -> bool:
+        """Rank 0, which writes files."""
+        return self.every_process_writes or bool(super().is_main_process)
 
     @property
     def is_last_process(self) -> bool:
@@ -80,7 +89,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             ValueError: it takes parts of batches, or is to be compiled by accelerate.
         """
-        if not isinstance(model, ParallelModule):
+        if (parallel := parallel_inside(model)) is None:
             prepared: torch.nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
             return prepared
         if self.state.dynamo_plugin.backend != accelerate.utils.DynamoBackend.NO:
@@ -88,8 +97,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "accelerate (dynamo_backend, torch_compile) cannot compile a parallelized model, whose graphs have "
                 "collectives in them: leave it out, and write parallelize(..., compile=True)"
             )
-        require_whole_batches(model, "accelerate")
-        gather_outputs_without_loss(model)
+        require_whole_batches(parallel, "accelerate")
+        gather_outputs_without_loss(parallel)
         # For evaluation, as accelerate calls it, it does everything but wrap it in DistributedDataParallel.
         found: torch.nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return found
@@ -103,7 +112,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
         """The model's own; see `ParallelModule.no_sync`."""
-        with model.no_sync() if isinstance(model, ParallelModule) else super().no_sync(model):
+        parallel = parallel_inside(model)
+        with super().no_sync(model) if parallel is None else parallel.no_sync():
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
@@ -141,7 +151,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
         """Whole plain tensors; every rank calls it."""
         if not isinstance(model, ParallelModule):
-            return super().get_state_dict(model, unwrap)
+            state = super().get_state_dict(model, unwrap)
+            return state if parallel_inside(model) is None else {name: whole(value) for name, value in state.items()}
         # By its class accelerate knows a model's state, of which it saves tied tensors once.
         return OrderedDict(model.full_state_dict())
 
@@ -168,7 +179,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.step = model._autopar.context.decide(lambda: self.step, "the count of accumulated batches")
 
     def _parallel(self) -> list[ParallelModule]:
-        return [m for m in self._models if isinstance(m, ParallelModule)]
+        return [found for m in self._models if (found := parallel_inside(m)) is not None]
 
     def _whole_optimizers(self) -> list[Any]:
         found: list[Any] = []

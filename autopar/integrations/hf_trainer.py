@@ -17,6 +17,7 @@ import contextlib
 import functools
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from autopar.integrations.hf_accelerate import Accelerator, refuse_other_distrib
 from autopar.integrations.whole_batches import (
     WholeOptimizer,
     attributes,
+    parallel_inside,
     take_random_numbers_of_rank_0,
     unwrapped,
     whole,
@@ -57,13 +59,13 @@ class WholeBatches:
     ranks, and without autopar.
 
     Raises:
-        TypeError: ``model`` is no parallel module.
+        TypeError: ``model`` is no parallel module, and none that is in it has all of its parameters.
         ValueError: settings let transformers or accelerate distribute, or load other rows on each rank.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _gather_nothing(type(self))
-        given = [m for m in (*args, *kwargs.values()) if isinstance(m, ParallelModule)]
+        given = [m for a in (*args, *kwargs.values()) if (m := parallel_inside(a)) is not None]
         before = [_own_forwards(m) for m in given]
         super().__init__(*args, **kwargs)
         trainer: Any = self
@@ -73,9 +75,9 @@ class WholeBatches:
                 'whole batch: choose another, such as "group_by_length"'
             )
         if trainer.model is not None:
-            self._require_parallel(trainer.model)
+            context = _require_parallel(trainer.model)._autopar.context
             # TRL's trainer of GRPO seeds every process in its own way, and here all of them draw for the same rows.
-            take_random_numbers_of_rank_0(trainer.model._autopar.context, host=False)
+            take_random_numbers_of_rank_0(context, host=False)
         for model, forwards in zip(given, before, strict=True):
             if _own_forwards(model) != forwards:
                 _compute_loss_outside(model)
@@ -93,7 +95,7 @@ class WholeBatches:
     def call_model_init(self, trial: Any = None) -> Any:
         """What ``model_init`` returns, which must be a parallel module."""
         model = super().call_model_init(trial)  # type: ignore[misc]
-        self._require_parallel(model)
+        _require_parallel(model)
         return model
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -108,7 +110,7 @@ class WholeBatches:
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         # A parallel module is on the device of the mesh.
-        if not isinstance(model, ParallelModule):
+        if parallel_inside(model) is None:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,10 +126,17 @@ class WholeBatches:
         trainer: Any = self
         # PEFT's models and transformers' own have a method that rank 0 alone needs the tensors for.
         if state_dict is None and not _saves_itself(trainer.model):
-            state_dict = trainer.model.full_state_dict()
+            state_dict = trainer.accelerator.get_state_dict(trainer.model)
         # As for models that transformers has distributed: every rank comes here, since tensors are collected.
-        with attributes(self, is_distributed_loading_by_transformers=True):
-            super()._save(output_dir, state_dict)  # type: ignore[misc]
+        collected = attributes(self, is_distributed_loading_by_transformers=True)
+        with collected, _folder_of_rank_0(trainer.model, output_dir) as folder:
+            super()._save(folder, state_dict)  # type: ignore[misc]
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's: every rank has the numbers of all rows, and looks for them where it alone may write."""
+        trainer: Any = self
+        with attributes(trainer.accelerator, every_process_writes=True):
+            return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with self._whole_optimizer():
@@ -140,13 +149,13 @@ class WholeBatches:
             return
         # Not transformers', which loads whole tensors to every device.
         state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
-        WholeOptimizer(trainer.model, trainer.optimizer).load_state_dict(state)
+        WholeOptimizer(_require_parallel(trainer.model), trainer.optimizer).load_state_dict(state)
         trainer.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     @contextlib.contextmanager
     def _whole_optimizer(self) -> Iterator[None]:
         trainer: Any = self
-        state = checkpoint.full_optimizer_state_dict(trainer.model, unwrapped(trainer.optimizer))
+        state = checkpoint.full_optimizer_state_dict(_require_parallel(trainer.model), unwrapped(trainer.optimizer))
         with attributes(self, optimizer=_State(state)):
             yield
 
@@ -161,14 +170,17 @@ class WholeBatches:
         trainer: Any = self
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         if checkpoint is not None:
-            take_random_numbers_of_rank_0(trainer.model._autopar.context)
+            take_random_numbers_of_rank_0(_require_parallel(trainer.model)._autopar.context)
 
-    def _require_parallel(self, model: Any) -> None:
-        if not isinstance(model, ParallelModule):
-            raise TypeError(
-                f"model must be what autopar.parallelize() returned, got a {type(model).__name__}; for a model on one "
-                "device take transformers' own Trainer"
-            )
+
+def _require_parallel(model: Any) -> ParallelModule:
+    found = parallel_inside(model)
+    if found is None:
+        raise TypeError(
+            f"model must be what autopar.parallelize() returned, or have all of its parameters in one such module, got "
+            f"a {type(model).__name__}; for a model on one device take transformers' own Trainer"
+        )
+    return found
 
 
 def _gather_nothing(trainer: type) -> None:
@@ -198,7 +210,20 @@ def _compute_loss_outside(model: ParallelModule) -> None:
 
 def _saves_itself(model: Any) -> bool:
     peft: Any = sys.modules.get("peft")  # a model of its has imported it
+    if not isinstance(model, ParallelModule):
+        return hasattr(model, "save_pretrained")
     return isinstance(model, transformers.PreTrainedModel) or (peft is not None and isinstance(model, peft.PeftModel))
+
+
+@contextlib.contextmanager
+def _folder_of_rank_0(model: Any, folder: str | None) -> Iterator[str | None]:
+    """Where a rank saves: a module around a parallel one writes on every rank, of which rank 0's files are kept."""
+    context = _require_parallel(model)._autopar.context
+    if isinstance(model, ParallelModule) or context.rank == 0:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as other:
+        yield other
 
 
 class Trainer(WholeBatches, transformers.Trainer):  # type: ignore[misc]

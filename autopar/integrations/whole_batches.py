@@ -17,6 +17,19 @@ from autopar.runtime.checkpoint import generators
 from autopar.runtime.mesh import MeshContext
 
 
+def parallel_inside(model: Any) -> ParallelModule | None:
+    """The parallel module that a model is, or the one in it that has all of its parameters; None without.
+
+    Libraries put modules of their own around a network (sentence-transformers' pooling), which change the batch.
+    """
+    if isinstance(model, ParallelModule) or not isinstance(model, nn.Module):
+        return model if isinstance(model, ParallelModule) else None
+    found = next((m for m in model.modules() if isinstance(m, ParallelModule)), None)
+    if found is None or {id(p) for p in model.parameters()} - {id(p) for p in found.parameters()}:
+        return None
+    return found
+
+
 def require_whole_batches(model: ParallelModule, library: str) -> None:
     """Check that a model takes whole batches, and let the ranks compare each of them.
 

@@ -94,6 +94,18 @@ def test_equal_to_eager(name: str) -> None:
     assert report.max_error < TOLERANCE
 
 
+def test_matrices_of_distributions_are_checked_without_a_look_at_them() -> None:
+    def evidence(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        covariance = y @ y.T + torch.eye(ROWS, dtype=y.dtype)
+        return -torch.distributions.MultivariateNormal(torch.zeros_like(x[:, 0]), covariance).log_prob(x[:, 0])
+
+    batch = torch.randn(ROWS, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    program = capture(Call(evidence), (batch,))
+    assert len(program.state.checks) == 4, "the decomposition, the mean, the covariance, and what is looked for"
+    report = autopar.verify(Call(evidence), (batch,), {"a": 2, "b": 2}, plan="random", loss_fn=lambda o, _: o)
+    assert report.max_error < TOLERANCE
+
+
 def test_negative_variances_are_refused() -> None:
     def negative(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return functional.gaussian_nll_loss(y, x, x)

@@ -59,6 +59,35 @@ def steps(rank: int) -> dict[str, float]:
     return apart
 
 
+class Kron(torch.optim.Optimizer):
+    """Compiles how it multiplies gradients by matrices, as timm's optimizer of this name."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.multiplied = torch.compile(lambda *factors: torch.einsum("ab,bc->ac", *factors), backend="eager")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            rows = p.grad.reshape(p.shape[0], -1)
+            q = self.state[p].setdefault("Q", torch.eye(len(rows), dtype=p.dtype))
+            q.add_(rows @ rows.T)
+            p.sub_(self.param_groups[0]["lr"] * self.multiplied(q, rows).view_as(p))
+
+
+def compiled_steps(rank: int) -> float:
+    """How far apart parameters are, some of which are split and some whole on each device."""
+    models = (net(), parallel_net())
+    for model in models:
+        optimizer = Kron(model.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            (model(noise(8, 8) + step) - noise(8, 4)).square().mean().backward()
+            optimizer.step()
+    found, expected = (dict(m.named_parameters()) for m in models)
+    return max(float((whole(found[n]) - whole(p)).abs().max()) for n, p in expected.items())
+
+
 def refused(rank: int) -> str:
     """A parameter that other code has split."""
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -160,3 +189,7 @@ def by_parts(rank: int) -> float:
 
 def test_parts_that_a_script_calls_are_those_of_one_device(two_ranks: Ranks) -> None:
     assert max(two_ranks.run(by_parts)) < 1e-9
+
+
+def test_optimizers_that_compile_their_steps(two_ranks: Ranks) -> None:
+    assert max(two_ranks.run(compiled_steps)) < 1e-12

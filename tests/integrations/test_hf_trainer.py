@@ -293,3 +293,44 @@ def test_what_users_change(four: Ranks, tmp_path: Path, change: Any) -> None:
     expected = train(0, 1, str(tmp_path / "plain"), until=6, change=change)
     for found in four.run(train, 4, str(tmp_path / "ranks"), "Trainer", 6, False, change):
         require_equal(found, expected)
+
+
+class Around(nn.Module):
+    """As a library has it around a network: it changes the batch, and computes the loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.inner(2 * x) - y).square().mean()}
+
+
+def test_a_model_around_a_parallel_one(tmp_path: Path) -> None:
+    """Such as sentence-transformers'."""
+    import transformers
+
+    from autopar import parallelize
+    from autopar.integrations.hf_trainer import Trainer
+
+    def inner() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+
+    rows = [{"x": torch.randn(8).double(), "y": torch.randn(4).double()} for _ in range(8)]
+
+    def trained(kind: Any, model: nn.Module, folder: str) -> Any:
+        args = transformers.TrainingArguments(str(tmp_path / folder), use_cpu=True, report_to=[], disable_tqdm=True,
+            per_device_train_batch_size=4, max_steps=3, save_steps=2, learning_rate=1e-2)  # fmt: skip
+        kind(model=model, args=args, train_dataset=rows).train()
+        saved = [torch.load(tmp_path / folder / "checkpoint-2" / "optimizer.pt")["state"]]
+        return [*model.state_dict().values(), *(t for s in saved[0].values() for t in s.values())]
+
+    expected = trained(transformers.Trainer, Around(inner()), "plain")
+    found = trained(Trainer, Around(parallelize(inner(), None)), "parallel")
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() < TOLERANCE
+    beside = Around(parallelize(inner(), None))
+    beside.other = nn.Linear(4, 4)
+    with pytest.raises(TypeError, match="all of its parameters in one such module, got a Around"):
+        trained(Trainer, beside, "beside")

@@ -37,6 +37,26 @@ def test_accelerates_functions_leave_values_as_they_are() -> None:
         del sys.modules["a_trainers_module"]
 
 
+def test_every_rank_writes_reference_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a dataset in memory each looks for them in a folder of its own."""
+    import accelerate
+
+    from autopar.integrations.hf_accelerate import Accelerator
+    from autopar.integrations.hf_trainer import WholeBatches
+
+    class Base:
+        accelerator = Accelerator(cpu=True)
+
+        def _precompute_ref_logps(self, dataset: str, name: str) -> tuple[str, str, bool]:
+            return dataset, name, self.accelerator.is_main_process
+
+    class Trainer(WholeBatches, Base): ...
+
+    monkeypatch.setattr(accelerate.Accelerator, "is_main_process", property(lambda _: False))
+    assert object.__new__(Trainer)._precompute_ref_logps("rows", name="train") == ("rows", "train", True)
+    assert not Base.accelerator.is_main_process
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -6,10 +6,12 @@ Found by comparing the graphs of torch's own sample calls with eager mode.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributions import constraints
 from torch.nn import functional
 
 from autopar.capture.functions.windows import unfold
@@ -50,6 +52,21 @@ def multilabel_margin_loss(
     if reduction == "none":
         return losses.reshape(input.shape[:-1])
     return losses.mean() if reduction == "mean" else losses.sum()
+
+
+@contextmanager
+def checked_matrices() -> Iterator[None]:
+    """While it lasts, definite matrices are checked at once: torch looks first whether they are symmetric."""
+    kinds: list[Any] = [type(constraints.positive_definite), type(constraints.positive_semidefinite)]
+    symmetric: Any = constraints.symmetric
+    before = [kind.check for kind in kinds]
+    kinds[0].check = lambda _, value: symmetric.check(value) & torch.linalg.cholesky_ex(value).info.eq(0)
+    kinds[1].check = lambda _, value: symmetric.check(value) & torch.linalg.eigvalsh(value).ge(0).all(-1)
+    try:
+        yield
+    finally:
+        for kind, check in zip(kinds, before, strict=True):
+            kind.check = check
 
 
 def _reduction(size_average: bool | None, reduce: bool | None) -> str:

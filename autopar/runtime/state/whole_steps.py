@@ -1,9 +1,9 @@
 """Steps of optimizers that need whole parameters, such as LBFGS: made on whole tensors, on every rank.
 
-Adafactor writes into means of rows and columns, LBFGS puts all parameters into one vector, Rprop writes where masks
-say: torch's DTensors cannot run these on parameters that are split. So while such an optimizer steps, its groups have
-whole plain parameters in place of those on the mesh, with whole gradients and state. Every rank makes the same step and
-keeps its part of it. A closure, which calls the model, finds the parameters of the mesh.
+Adafactor writes into means of rows and columns, Kron compiles what it does, LBFGS puts all parameters into one vector,
+Rprop writes where masks say: torch's DTensors cannot run these on parameters that are split. So while such an optimizer
+steps, its groups have whole plain parameters in place of those on the mesh, with whole gradients and state. Every rank
+makes the same step and keeps its part of it. A closure, which calls the model, finds the parameters of the mesh.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ logger = logging.getLogger(__name__)
 
 NEED_WHOLE = {
     "Adafactor": "writes into means of rows and columns",
+    "Kron": "multiplies their dims by matrices, in functions that it compiles",
     "LBFGS": "puts all parameters into one vector",
     "Rprop": "writes into them where masks say",
 }
 """Optimizers, torch's and those that are called alike, that torch's DTensors cannot run, and what they do."""
+
+COMPILED = frozenset({"Kron"})
+"""Those that no DTensor can go through, one that every device has in whole neither."""
 
 Step = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of ``optimizer.step``, the optimizer first."""
@@ -72,12 +76,14 @@ def install_whole_steps(lay_out_state: Callable[[Optimizer], None]) -> None:
 
 
 def _whole_parameters(optimizer: Optimizer) -> _WholeParameters | None:
-    """Whole parameters for an optimizer that needs them; None: it does not, or none of its parameters is split."""
+    """Whole parameters for an optimizer that needs them; None: it does not, or its parameters are whole."""
     name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in NEED_WHOLE), None)
     if name is None:
         return None
     found = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-    if all(p.is_replicate() for parameter in found for p in parameter.placements):
+    if not found or (
+        name not in COMPILED and all(p.is_replicate() for parameter in found for p in parameter.placements)
+    ):
         return None
     for parameter in found:
         _require_gathers(optimizer, parameter, name)
