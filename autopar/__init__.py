@@ -97,11 +97,16 @@ _MODULES = {
     "autopar.search.options": "Search",
     "autopar.verify.verify": "EquivalenceReport verify",
 }
+_CHECKPOINT = "checkpoint"
+"""A module whose functions are called by its name, as `autopar.checkpoint.save`, that need not be imported first."""
+
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
     # On its first use: torch's DTensor alone takes as long to import as torch.
+    if name == _CHECKPOINT:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return vars(sys.modules[__name__]).setdefault(name, getattr(import_module(_HOME[name]), name))

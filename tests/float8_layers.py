@@ -53,14 +53,19 @@ class _Product(torch.autograd.Function):
         return dx.to(x.dtype), dw.to(w.dtype), None
 
 
+def product(x: torch.Tensor, w: torch.Tensor, scaling: str) -> torch.Tensor:
+    """``x @ w.T`` of values of any number of dims."""
+    y: torch.Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), w, scaling)
+    return y.reshape(*x.shape[:-1], -1)
+
+
 class TensorwiseLinear(nn.Linear):
     """With one scale of each operand."""
 
     scaling = "tensorwise"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _Product.apply(x.reshape(-1, x.shape[-1]), self.weight, self.scaling)
-        y = y.reshape(*x.shape[:-1], -1)
+        y = product(x, self.weight, self.scaling)
         return y if self.bias is None else y + self.bias
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.search import find, padding
-from autopar.search.options import Job
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 
@@ -26,8 +25,9 @@ THOROUGH = (
 _thorough, _priced = find._overlapping, padding.predict
 
 
-def _once(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
-    return _thorough(program, dims, replace(job, rough=True), classes)
+def _once(rounds: find._Rounds) -> Plan:
+    rounds.job = replace(rounds.job, rough=True)
+    return _thorough(rounds)
 
 
 def _unpriced(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None = None) -> Plan:

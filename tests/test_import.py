@@ -30,6 +30,11 @@ assert Search().recipe is None and set(autopar.__all__) <= set(dir(autopar))
 """
 
 
+CHECKPOINT = """
+import autopar
+assert callable(autopar.checkpoint.save) and callable(autopar.checkpoint.torch_save)
+"""
+
 RULES = """
 import torch
 from autopar.errors import InvalidRuleError
@@ -45,7 +50,7 @@ assert find_rule(torch.ops.aten.add.Tensor) is not None
 """
 
 
-@pytest.mark.parametrize("script", [QUICK, ANY_ORDER, RULES])
+@pytest.mark.parametrize("script", [QUICK, ANY_ORDER, CHECKPOINT, RULES])
 def test_in_a_fresh_process(script: str) -> None:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr

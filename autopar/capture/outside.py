@@ -24,6 +24,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
@@ -103,23 +104,24 @@ _TRACING = tuple(str(Path(torch.__file__).parent / p) for p in ("_dynamo", "_fun
 
 @contextlib.contextmanager
 def refused(spaces: Sequence[dict[str, Any]], seeded: list[str]) -> Iterator[None]:
-    """While it lasts, the user's code may not ask for what is another value each time.
+    """While it lasts, the user's code may not ask for what is another value each time; other threads may, for theirs.
 
     Args:
         spaces: globals of that code.
         seeded: gets what libraries do to torch's generator, and where.
     """
+    thread = get_ident()
     refusing: dict[int, Any] = {}
     put: list[tuple[dict[str, Any], str, Any]] = []
     for module, names, why in _SOURCES:
         for name in (n for n in names if hasattr(module, n)):
             function = vars(module)[name]
             refusing.setdefault(
-                id(function), functools.partial(_refuse, f"{module.__name__}.{name}", why, function, seeded)
+                id(function), functools.partial(_refuse, f"{module.__name__}.{name}", why, function, seeded, thread)
             )
             put.append((vars(module), name, function))
     for kind in (datetime.datetime, datetime.date):  # whose methods cannot be replaced
-        refusing[id(kind)] = _OfDates(kind.__name__, (), {"own": kind, "seeded": seeded})
+        refusing[id(kind)] = _OfDates(kind.__name__, (), {"own": kind, "seeded": seeded, "thread": thread})
         put.append((vars(datetime), kind.__name__, kind))
     for space in spaces:  # from time import time
         put += [(space, n, v) for n, v in space.items() if id(v) in refusing]
@@ -158,6 +160,7 @@ class _OfDates(type):
 
     own: type
     seeded: list[str]
+    thread: int
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, cls.own)
@@ -169,7 +172,7 @@ class _OfDates(type):
         if name not in ("now", "utcnow", "today"):
             return getattr(cls.own, name)
         return functools.partial(
-            _refuse, f"datetime.{cls.own.__name__}.{name}", _CLOCK, getattr(cls.own, name), cls.seeded
+            _refuse, f"datetime.{cls.own.__name__}.{name}", _CLOCK, getattr(cls.own, name), cls.seeded, cls.thread
         )
 
 
@@ -178,12 +181,12 @@ class _Flag:
 
     def __init__(self, name: str, own: Any) -> None:
         """``own`` is torch's descriptor, which reads and sets it."""
-        self.name, self.own = name, own
+        self.name, self.own, self.thread = name, own, get_ident()
 
     def __get__(self, module: Any, kind: type) -> Any:
         frame = sys._getframe(1)
         file, line = frame.f_code.co_filename, frame.f_lineno
-        if is_users_file(file) and not is_installed(file):
+        if get_ident() == self.thread and is_users_file(file) and not is_installed(file):
             raise CaptureError(
                 f"the model reads the flag {self.name} at {file}:{line}, which is another one while it is captured; "
                 "read it before the call, and keep it in an attribute"
@@ -207,10 +210,16 @@ def _flags_refused() -> Iterator[None]:
 
 
 def _refuse(
-    name: str, why: tuple[str, str], function: Callable[..., Any], seeded: list[str], *args: Any, **kwargs: Any
+    name: str,
+    why: tuple[str, str],
+    function: Callable[..., Any],
+    seeded: list[str],
+    thread: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Call the function for a library, and refuse to for the user's code."""
-    if why is _FILE and name.endswith("open") and not _is_read(*args, **kwargs):
+    """Call the function for a library and in other threads than the model's, and refuse to for the user's code."""
+    if get_ident() != thread or (why is _FILE and name.endswith("open") and not _is_read(*args, **kwargs)):
         return function(*args, **kwargs)
     frame = sys._getframe(1)
     # Python's own code asks on behalf of its caller, but for some. Torch, and every installed library, asks for itself,

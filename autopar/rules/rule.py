@@ -63,6 +63,7 @@ class Lowering:
             ``args`` are the operator's own arguments, tensors replaced by local proxies, sizes already local.
             ``context.axis_index()`` is this device's number along the split, ``context.parts`` how many there are,
             ``context.steps`` how many steps a ring has (as many, but where its price is computed from a shorter one),
+            ``context.each_step()`` their numbers, one after the other,
             ``context.all_reduce(x, op)`` sums (or takes the maximum) over the devices of the split; with
             ``joined=True`` it is of a number that only the end of the step needs, and costs nothing. Over one axis
             (``context.axis_count``) there is ``context.swap_blocks(x, back)``, see

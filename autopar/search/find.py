@@ -72,8 +72,9 @@ def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | No
     classes = classes or layer_classes(program, dims, tie=job.search.tie_layers)
     if not job.overlaps:
         return _plain(program, dims, job, classes)
+    rounds = _Rounds(program, dims, job, classes, {})
     try:
-        return _overlapping(program, dims, job, classes)
+        return _overlapping(rounds)
     except PrunedError:
         raise
     except InfeasibleError as e:
@@ -84,12 +85,24 @@ def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | No
         waiting, _ = alone.measured(replace(e.least, overlap=False))
         if alone.impossible or peak_bytes(waiting) > HOPELESS_APART * job.memory:
             raise
-    return _plain(program, dims, job, classes)
+    # That none was found whose collectives run beside kernels is no proof that there is none.
+    return _plain(program, dims, job, classes, max(rounds.claims, key=lambda claim: claim.bound, default=None))
 
 
-def _plain(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
-    """The best plan whose collectives are waited for one by one."""
-    found = _search(BudgetProblem.of(program, dims, classes, job))
+def _plain(program: Program, dims: Dims, job: Job, classes: LayerClasses, others: Claim | None = None) -> Plan:
+    """The best plan whose collectives are waited for one by one; ``others`` bounds those whose are not.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        PrunedError: no plan is much faster than the one to beat, which need not be so of the others.
+    """
+    try:
+        found = _search(BudgetProblem.of(program, dims, classes, job))
+    except PrunedError as e:
+        raise PrunedError(e.bound if others is None else min(e.bound, others.bound)) from e
+    if others is not None and others.bound < found.bound:
+        known = replace(found.plan.certificate, lower_bound=others.bound)
+        found = replace(found, plan=replace(found.plan, certificate=known), claims=[others], fixed=0.0)
     plan = predict(program, dims, found.plan, classes)
     return replace(plan, certificate=found.checked(job, _as_predicted(plan, found)))
 
@@ -100,9 +113,9 @@ def _as_predicted(plan: Plan, proof: _Found) -> Certificate:
     return replace(plan.certificate, objective=seconds, lower_bound=min(proof.bound, seconds), space=known.space)
 
 
-def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
+def _overlapping(rounds: _Rounds) -> Plan:
     """The best plan whose collectives run beside kernels."""
-    return _Rounds(program, dims, job, classes, {}).run()
+    return rounds.run()
 
 
 class _Rounds:
@@ -122,6 +135,7 @@ class _Rounds:
         self.built: Formulation | None = None
         self.proven: _Found | None = None
         self.raised: Claim | None = None
+        self.claims: list[Claim] = []  # of all plans, by the first search
 
     def run(self) -> Plan:
         """The best plan.
@@ -194,6 +208,7 @@ class _Rounds:
         problem = replace(
             self._problem(weights), start=self._cheapest(weights), raise_bound=raise_bound, placed=self.placed
         )
+        self.claims = self.claims or problem.claims  # which grows, whether anything is found or not
         found = _search(problem)
         if self.raised is not None and self.raised.bound > found.bound:
             known = replace(found.plan.certificate, lower_bound=self.raised.bound)

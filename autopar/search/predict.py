@@ -402,13 +402,13 @@ def _count_lowering(
     if found is None:
         return
     dtype = arithmetic_dtype(operator, machine.device)
-    kernels = float(kernel_seconds(found.kernels, dtype, machine.device).sum())
+    kernels = found.kernel_seconds(lambda work: kernel_seconds(work, dtype, machine.device))
     # What kernels do not hide of the collectives is no computation.
     account.compute -= (found.seconds(dtype, machine) - kernels) * times
     first = BEFORE if node in account.assignment.hoisted else regions.names[node]
-    for made in found.collectives:
-        axis, seconds = machine.names.index(made.axis), machine.seconds(made)
-        account.move(node, made.kind, axis, made.bytes, times)
+    for made, each in found.collectives.items():
+        axis, seconds = machine.names.index(made.axis), machine.seconds(made) * each
+        account.move(node, made.kind, axis, made.bytes, times * each)
         account.communication += seconds * times
         within = feature(WITHIN, axis, len(machine.names))
         account.add(first, within, seconds * runs[0])

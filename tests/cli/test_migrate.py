@@ -339,6 +339,35 @@ def test_broken_files_are_errors_or_plans(name: str, tmp_path: Path) -> None:
     assert read > 30 and refused > 30
 
 
+def test_what_the_trainer_decides_is_an_argument(tmp_path: Path) -> None:
+    """Of the printed functions, and no value that the file does not have."""
+    given = {
+        "bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95], "weight_decay": "auto"}},
+    }  # fmt: skip
+    found = of(tmp_path, "ds.json", json.dumps(given))
+    scope: dict[str, Any] = {}
+    exec(compile(found.script, "ds.py", "exec"), scope)
+    module = torch.nn.Linear(2, 1)
+    optimizer = scope["optimizer_of"](module, lr=0.5, weight_decay=0.25)
+    assert {k: optimizer.defaults[k] for k in ("lr", "betas", "weight_decay")} == {
+        "lr": 0.5, "betas": (0.9, 0.95), "weight_decay": 0.25,
+    }  # fmt: skip
+    module(torch.full((1, 2), 100.0)).sum().backward()
+    before = module.weight.detach().clone()
+    scope["update"](module, optimizer, max_norm=0.0)
+    assert torch.allclose(module.weight.detach(), before * (1 - 0.5 * 0.25))
+    assert "precision=precision" in found.script
+    said = found.to_dict()
+    assert (said["precision"], said["clip_grad_norm"], said["optimizer"]["lr"]) == ("auto", "auto", "auto")
+
+
+@pytest.mark.parametrize("given", [{}, {"gradient_accumulation_steps": 4}])
+def test_a_batch_that_its_parts_do_not_divide(given: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="train_batch_size 20 is no multiple of 8 parts of the batch"):
+        of(tmp_path, "ds.json", json.dumps({"train_batch_size": 20, **given}), 8)
+
+
 def test_the_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = of(tmp_path, "ds.json", FILES["ds.json"])
     monkeypatch.setenv("WORLD_SIZE", "8")

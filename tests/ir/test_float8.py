@@ -60,6 +60,16 @@ def test_the_largest_scale_of_parts_is_the_scale_of_the_whole() -> None:
         assert torch.equal(parts.amax(0), float8.scale(x, [0, 1], "e5m2"))
 
 
+def test_a_matrix_without_entries_has_the_scale_of_zeros() -> None:
+    """As of a part of the batch without rows."""
+    empty = torch.zeros(0, 4)
+    for dims, shape in (([0, 1], (1, 1)), ([0], (1, 4)), ([1], (0, 1))):
+        scale = float8.scale(empty, dims, "e4m3")
+        assert torch.equal(scale, float8.scale(torch.zeros(1, 4), [0, 1], "e4m3").expand(shape))
+        assert float8.quantize(empty, scale, "e4m3").shape == (0, 4)
+    assert torch.equal(float8.amax(empty), torch.zeros(1, 1))
+
+
 def test_zeros_have_a_scale_and_what_is_no_number_stays_none() -> None:
     zeros = torch.zeros(2, 4)
     scale = float8.scale(zeros, [0, 1], "e4m3")

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import random
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -137,3 +138,35 @@ def test_hooks_on_what_is_saved(exact: bool) -> None:
     else:
         with pytest.raises(CaptureError, match=r"saved_tensors_hooks changes what is saved .*autograd.Function"):
             autopar.parallelize(Hooked().double(), None)(X)
+
+
+BEGUN, ASKED = threading.Event(), threading.Event()
+
+
+class Waiting(Scaled):
+    """Waits in forward until another thread has asked for all that a model may not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        BEGUN.set()
+        assert ASKED.wait(60)
+        return super().forward(x)
+
+
+def test_other_threads_ask_for_what_they_like_while_a_model_is_captured() -> None:
+    """A loader that reads files, or takes the time, goes on beside the first call."""
+    errors = list[Exception]()
+
+    def ask() -> None:
+        BEGUN.wait(60)
+        for source in ("time", "perf_counter", "date", "uuid", "urandom", "open", "path", "initial seed", "threads"):
+            try:
+                SOURCES[source][0](None)
+            except Exception as e:  # a thread's errors are seen nowhere else
+                errors.append(e)
+        ASKED.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    autopar.parallelize(Waiting().double(), None)(X).backward()
+    thread.join()
+    assert not errors

@@ -11,10 +11,13 @@ import autopar
 from autopar import Search
 from autopar.compiler import program_of, solve
 from autopar.costs.cluster import Cluster
+from autopar.errors import InfeasibleError
 from autopar.ir.layout import Split
+from autopar.search import find
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.find import _Rounds, find_plan
 from autopar.search.options import Job
+from autopar.sharding.dims import analyze
 from tests import models as zoo
 
 
@@ -129,3 +132,24 @@ def test_weights_and_the_price_of_memory_raise_the_bound_together(monkeypatch: p
     assert raised.binds
     assert known.lower_bound < raised.lower_bound <= raised.objective == known.objective
     assert raised.checked == pytest.approx(raised.lower_bound, rel=2e-3)
+
+
+def test_where_nothing_that_overlaps_is_found_the_bound_is_of_these_plans_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the search found none within the memory does not prove that there is none."""
+    model, batch = zoo.mlp(hidden=64, ffn=256)
+    program, cluster = program_of(model, batch), Cluster.preset("cpu")
+    faster = solve(program, {"a": 4}, cluster, memory=1e9)
+
+    def nothing(rounds: _Rounds) -> autopar.Plan:
+        raise InfeasibleError("none was found", least=rounds.run())
+
+    monkeypatch.setattr(find, "_overlapping", nothing)
+    one_by_one = solve(program, {"a": 4}, cluster, memory=1e9, search=Search(check=True))
+    assert not one_by_one.overlap
+    bound = faster.certificate.lower_bound
+    assert one_by_one.certificate.lower_bound == pytest.approx(bound, rel=1e-6)
+    assert one_by_one.certificate.checked is not None
+    assert one_by_one.certificate.checked <= faster.predicted.step_seconds
+    with pytest.raises(PrunedError) as pruned:
+        find_plan(program, analyze(program), Job({"a": 4}, cluster, 1e9, cutoff=Cutoff(1e-9)))
+    assert pruned.value.bound <= faster.predicted.step_seconds

@@ -61,6 +61,9 @@ class _Alone:
     def __init__(self, sizes: dict[str, int], index: fx.Proxy) -> None:
         self.sizes, self.index = sizes, index
 
+    def each_step(self) -> range:
+        return range(self.steps)
+
     def axis_index(self) -> fx.Proxy:
         return self.index
 

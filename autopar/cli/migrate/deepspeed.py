@@ -10,7 +10,7 @@ import msgspec
 from autopar.cli.migrate.deepspeed_optimizer import of_optimizer
 from autopar.cli.migrate.deepspeed_reasons import REASONS
 from autopar.cli.migrate.keys import COUNT, FLAG, NUMBER, Keys, Kind, one_of
-from autopar.cli.migrate.setup import DDP, FSDP, ZERO1, ZERO2, Parallelism, Setup, on_devices
+from autopar.cli.migrate.setup import DDP, FSDP, MAX_NORM, PRECISION, ZERO1, ZERO2, Parallelism, Setup, on_devices
 
 SECTIONS = (
     "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "bfloat16", "fp16",
@@ -59,7 +59,11 @@ def of_deepspeed(keys: Keys, devices: int | None) -> Setup:
     clip = keys.read("gradient_clipping", NUMBER)
     keys.translate("gradient_clipping", "clip_grad_norm_ in the loop, over all devices" if clip else "0 clips nothing")
     optimizer, compiled = of_optimizer(keys), _compile(keys)
-    setup = Setup(parallelism, compute, reduce, optimizer, clip, compiled, rows, _scaler(keys, compute))
+    left = [MAX_NORM] if keys.is_open("gradient_clipping") else []
+    if compute is None and any(keys.is_open(f"{name}.enabled") for name in ("bf16", "bfloat16", "fp16")):
+        left.append(PRECISION)
+    scaler = _scaler(keys, compute)
+    setup = Setup(parallelism, compute, reduce, optimizer, clip, compiled, rows, scaler, tuple(left))
     keys.finish(REASONS)
     return setup
 
@@ -194,11 +198,14 @@ def _scaler(keys: Keys, compute: str | None) -> dict[str, Any] | None:
         for key in (power, window, "fp16.loss_scale"):
             keys.drop(key, "losses are not scaled")
         return None
-    keys.translate(power, f"torch.amp.GradScaler(init_scale={2.0**first!r})")
     keys.translate(window, f"torch.amp.GradScaler(growth_interval={steps})")
-    if not keys.read("fp16.loss_scale", NUMBER, 0.0):
+    constant: float = keys.read("fp16.loss_scale", NUMBER, 0.0)
+    if constant:
+        keys.drop(power, "fp16.loss_scale says the scale")
+    else:
+        keys.translate(power, f"torch.amp.GradScaler(init_scale={2.0**first!r})")
         keys.drop("fp16.loss_scale", "0 is a scale that changes, as GradScaler's does")
-    return {"init_scale": 2.0**first, "growth_interval": steps}
+    return {"init_scale": constant or 2.0**first, "growth_interval": steps}
 
 
 def _stages(keys: Keys) -> int | str:
@@ -237,14 +244,10 @@ def _microbatches(keys: Keys, parallelism: Parallelism, compute: str | None) -> 
                 f"{parts} parts of the batch; give other --devices, or correct one"
             )
         steps = whole // (own * parts)
-    if None not in (whole, own, steps, parts) and whole != own * steps * parts:
-        raise ValueError(
-            f"{keys.file}: train_batch_size is {whole}, and train_micro_batch_size_per_gpu {own} x "
-            f"gradient_accumulation_steps {steps} x {parts} parts of the batch is {own * steps * parts}; correct one"
-        )
+    _require_whole(str(keys.file), whole, own, steps, parts)
     count = steps or 1
     if count > 1 and compute == "fp16":
-        why = "float16 has no microbatches: call the model so often before optimizer.step(), or take bf16"
+        why = f"float16 has no microbatches: call the model {count} times before update(), on 1 / {count} of the loss"
         keys.lack("gradient_accumulation_steps", why)
         count = 1
     elif count > 1:
@@ -253,13 +256,34 @@ def _microbatches(keys: Keys, parallelism: Parallelism, compute: str | None) -> 
         keys.drop("gradient_accumulation_steps", "a step has one microbatch")
     rows = None if own is None else own * count
     keys.translate("train_micro_batch_size_per_gpu", f"{rows} rows that a part of the batch passes in a call")
-    if rows is None and whole is not None and parts is not None and whole % parts == 0:
+    if rows is None and whole is not None and parts is not None:
         rows = whole // parts // (steps or 1) * count
     if whole is not None and steps is None and own is not None and parts is None:
         keys.lack("train_batch_size", "how many microbatches it takes depends on the devices: give --devices")
     else:
         keys.translate("train_batch_size", "rows of all parts of the batch together")
     return count, rows
+
+
+def _require_whole(file: str, whole: int | None, own: int | None, steps: int | None, parts: int | None) -> None:
+    """Refuse sizes of a batch that contradict each other.
+
+    Raises:
+        ValueError: names them.
+    """
+    if whole is None or parts is None:
+        return
+    if own is not None and steps is not None and whole != own * steps * parts:
+        raise ValueError(
+            f"{file}: train_batch_size is {whole}, and train_micro_batch_size_per_gpu {own} x "
+            f"gradient_accumulation_steps {steps} x {parts} parts of the batch is {own * steps * parts}; correct one"
+        )
+    if own is None and whole % (parts * (steps or 1)):
+        times = f" x gradient_accumulation_steps {steps}" if steps else ""
+        raise ValueError(
+            f"{file}: train_batch_size {whole} is no multiple of {parts} parts of the batch{times}; give other "
+            "--devices, or correct one"
+        )
 
 
 def _parts(parallelism: Parallelism) -> int | None:

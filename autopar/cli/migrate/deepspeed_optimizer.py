@@ -56,7 +56,8 @@ def of_optimizer(keys: Keys) -> Optimizer | None:
     else:
         keys.translate("optimizer.type", f"torch.optim.{name}; its state counts in the budget")
     _finish(keys, name, kind, arguments)
-    return Optimizer(name, arguments, state)
+    left = tuple(a for a in _OF_CLASS[name].split() if keys.is_open(PARAMS + a))
+    return Optimizer(name, {a: value for a, value in arguments.items() if a not in left}, state, left)
 
 
 def _params(keys: Keys) -> list[str]:

@@ -87,7 +87,7 @@ REASONS: Reasons = {
     "fp16.hysteresis": _SCALER,
     "fp16.consecutive_hysteresis": _SCALER,
     "fp16.min_loss_scale": _SCALER,
-    "fp16.loss_scale": (NO_COUNTERPART, "torch.amp.GradScaler lowers and raises its scale: give it init_scale="),
+    "fp16.loss_scale": (NO_COUNTERPART, "torch.amp.GradScaler begins with it, and lowers and raises it"),
     "bf16.*master_weights_and_grads": _WIDE,
     "bf16.*optimizer_states": _WIDE,
     "bf16.immediate_grad_update": (NOT_NEEDED, "gradients are added up in float32 as they come"),

@@ -108,6 +108,10 @@ class Keys:
         except msgspec.ValidationError as error:
             raise self.wrong(key, kind.expected) from error
 
+    def is_open(self, key: str) -> bool:
+        """Whether the file leaves a key to the Trainer."""
+        return self._values.get(key) == AUTO
+
     def translate(self, key: str, says: str) -> None:
         """Put a key, if there is one, into the list of what is translated."""
         self._put(TRANSLATED, key, says)

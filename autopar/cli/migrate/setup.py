@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 DDP, ZERO1, ZERO2, FSDP = "ddp", "zero1", "zero2", "fsdp"
 
+PRECISION, MAX_NORM = "precision", "max_norm"
+"""Arguments of the printed functions where a file leaves to who runs it in what is computed, and what is clipped."""
+
 ROLE = {DDP: "data", ZERO1: "optimizer", ZERO2: "shard", FSDP: "shard"}
 """The role of an axis along which a recipe alone would split."""
 
@@ -93,11 +96,13 @@ class Optimizer:
         name: of its class.
         arguments: besides the parameters.
         state: whose state `autopar.parallelize` counts.
+        open: names of arguments that the file leaves to who runs it.
     """
 
     name: str
     arguments: Mapping[str, Any]
     state: str
+    open: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class Setup:
         compile: whether kernels are fused.
         rows: that a rank passes in one call; None: the file does not say.
         scaler: arguments of the GradScaler of a step in float16; None: there is none.
+        open: of `PRECISION` and `MAX_NORM`, what the file leaves to who runs it.
     """
 
     parallelism: Parallelism
@@ -123,6 +129,7 @@ class Setup:
     compile: bool = False
     rows: int | None = None
     scaler: Mapping[str, Any] | None = None
+    open: tuple[str, ...] = ()
 
     @property
     def search(self) -> Search:
@@ -134,21 +141,29 @@ class Setup:
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         search = self.parallelism.arguments
-        named = None if self.optimizer is None else {"name": self.optimizer.name, **self.optimizer.arguments}
+        named: dict[str, Any] | None = None
+        if self.optimizer is not None:
+            left = dict.fromkeys(self.optimizer.open, "auto")
+            named = {"name": self.optimizer.name, **self.optimizer.arguments, **left}
         return {
             "axes": self.parallelism.axes,
             "recipe": search.get("recipe"),
             "roles": search.get("roles", {}),
             "pins": search.get("pins", {}),
             "quantized": search.get("quantized", {}),
-            "precision": None if self.compute is None else {"compute": self.compute, "reduce": self.reduce or "fp32"},
+            "precision": self._computed(),
             "memory": None,
             "optimizer": named,
-            "clip_grad_norm": self.clip,
+            "clip_grad_norm": "auto" if MAX_NORM in self.open else self.clip,
             "compile": self.compile,
             "rows": self.rows,
             "scaler": None if self.scaler is None else dict(self.scaler),
         }
+
+    def _computed(self) -> dict[str, str] | str | None:
+        if PRECISION in self.open:
+            return "auto"
+        return None if self.compute is None else {"compute": self.compute, "reduce": self.reduce or "fp32"}
 
     def script(self, source: str) -> str:
         """A Python module that distributes a model like this.
@@ -163,7 +178,8 @@ class Setup:
         rest = "world" if fixed == 1 else f"world // {fixed}"
         sizes = ", ".join(f'"{name}": {rest if size is None else size}' for name, size in axes.items())
         words = ["autopar.mesh(axes)", "batch", "search=search", 'inputs="local"']
-        words += [f"precision={self._precision()}"] if self.compute else []
+        if self.compute or PRECISION in self.open:
+            words += [f"precision={self._precision()}"]
         words += [f'optimizer="{self.optimizer.state}"'] if self.optimizer else []
         words += ["compile=True"] if self.compile else []
         rows = "its own rows" if self.rows is None else f"{self.rows} rows of its own"
@@ -176,22 +192,26 @@ class Setup:
         lines += [f"axes = {{{sizes}}}", "search = autopar.Search("]
         lines += [*(f"    {_arguments({name: value})}," for name, value in search.items()), ")", "", ""]
         lines += [
-            "def distribute(model, batch):",
+            f"def distribute({', '.join(['model', 'batch', *self._given(PRECISION)])}):",
             '    """Each rank calls it; ``batch`` is an example of all ranks\' rows.',
             "",
         ]
         lines += [f"    Later a rank passes {rows}: part `data_rank` of `data_world_size`.", '    """']
         lines += [f"    return autopar.parallelize(model, {', '.join(words)})", "", ""]
         if self.optimizer is not None:
-            given = _arguments(self.optimizer.arguments)
-            lines += ["def optimizer_of(model):", '    """Made after `distribute`."""']
-            lines += [f"    return torch.optim.{self.optimizer.name}(model.parameters(), {given})", "", ""]
+            left = self.optimizer.open
+            given = [*(f"{name}={name}" for name in left), _arguments(self.optimizer.arguments)]
+            lines += [f"def optimizer_of({', '.join(['model', *left])}):", '    """Made after `distribute`."""']
+            inside = ", ".join(["model.parameters()", *filter(None, given)])
+            lines += [f"    return torch.optim.{self.optimizer.name}({inside})", "", ""]
         return "\n".join([*lines, *self._update(), ""])
 
     def _update(self) -> list[str]:
         """What follows the backward pass."""
-        clip = [f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {self.clip!r})"] if self.clip else []
-        head, zero = "def update(model, optimizer):", "    optimizer.zero_grad()"
+        largest = self._given(MAX_NORM) or ([repr(self.clip)] if self.clip else [])
+        clip = [f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {value})" for value in largest]
+        head = f"def update({', '.join(['model', 'optimizer', *self._given(MAX_NORM)])}):"
+        zero = "    optimizer.zero_grad()"
         if self.scaler is None:
             return [head, '    """After the backward pass of a step."""', *clip, "    optimizer.step()", zero]
         return [
@@ -204,9 +224,15 @@ class Setup:
     @property
     def _names_torch(self) -> bool:
         own_sums = self.compute is not None and self.reduce not in (None, "fp32")
-        return bool(self.optimizer or self.clip or own_sums or self.scaler is not None)
+        return bool(self.optimizer or self.clip or MAX_NORM in self.open or own_sums or self.scaler is not None)
+
+    def _given(self, name: str) -> list[str]:
+        """The argument of this name of a printed function, if it has one."""
+        return [name] if name in self.open else []
 
     def _precision(self) -> str:
+        if PRECISION in self.open:
+            return PRECISION
         if self.reduce in (None, "fp32"):
             return f'"{self.compute}"'
         dtypes = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}

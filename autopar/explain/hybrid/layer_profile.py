@@ -235,9 +235,9 @@ class _ProfileBuilder:
         for node, names in self.assignment.strategies.items():
             # Lowered code, such as a vocabulary's cross-entropy, all-reduces on its own.
             lowered = lowered_cost(self.dims.operators[node], names, self.machine)
-            for made in lowered.collectives if lowered is not None else ():
+            for made, times in lowered.collectives.items() if lowered is not None else ():
                 axis = self.machine.names.index(made.axis)
-                found[node].append(ChargedCollective(made.kind, axis, made.bytes))
+                found[node] += [ChargedCollective(made.kind, axis, made.bytes)] * times
         return found
 
     def _part_and_pass(self, node: fx.Node) -> tuple[str, bool]:

@@ -15,6 +15,29 @@ from autopar.module.low_communication.settings import Settings
 from autopar.module.low_communication.tokens import Tokens, weight_of
 
 
+def trained_alike(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer] | None = None
+) -> list[dict[str, nn.Parameter]]:
+    """What is trained of each worker's model, by name, which has to be the same.
+
+    Raises:
+        ValueError: it is not, there is no model, or not one optimizer of each.
+    """
+    found = [{n: p for n, p in m.named_parameters() if p.requires_grad} for m in models]
+    if not found:
+        raise ValueError("models= is empty: give one for each worker")
+    if optimizers is not None and len(optimizers) != len(models):
+        raise ValueError(f"there are {len(models)} models and {len(optimizers)} optimizers: give one for each worker")
+    for i, own in enumerate(found):
+        if own.keys() != found[0].keys() or any(not torch.equal(own[n], found[0][n]) for n in own):
+            raise ValueError(f"worker {i} does not begin at the parameters of worker 0; copy the model")
+    for i, (own, optimizer) in enumerate(zip(found, optimizers or (), strict=False)):
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name in (n for n, p in own.items() if id(p) not in known):
+            raise ValueError(f"optimizer {i} does not have {name!r} of worker {i}: give each the one of its own model")
+    return found
+
+
 class EmulatedWorkers:
     """Models of one process as workers that train apart.
 
@@ -36,12 +59,9 @@ class EmulatedWorkers:
         self.settings, self.steps = Settings(**settings), 0
         if self.settings.synchronous:
             raise ValueError("synchronous=: emulated workers see parameters, not gradients; average these yourself")
-        self._tensors = [{n: p.detach() for n, p in m.named_parameters() if p.requires_grad} for m in models]
+        self._tensors = [{n: p.detach() for n, p in own.items()} for own in trained_alike(models)]
         first = self._tensors[0]
-        for i, own in enumerate(self._tensors):
-            require_exchangeable(own, self.settings.bits)
-            if own.keys() != first.keys() or any(not torch.equal(own[n], first[n]) for n in own):
-                raise ValueError(f"worker {i} does not begin at the parameters of worker 0; copy the model")
+        require_exchangeable(first, self.settings.bits)
         self._fragments = split_in_fragments({n: t.numel() for n, t in first.items()}, self.settings.fragments)
         self._states = [self._state_of(own) for own in self._tensors]
         self._in_flight: dict[int, torch.Tensor] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,6 +283,10 @@ class OracleContext:
     def steps(self) -> int:
         """Steps of a ring: one for each device."""
         return self.parts
+
+    def each_step(self) -> Iterable[int]:
+        """Their numbers."""
+        return range(self.parts)
 
     def axis_index(self) -> int:
         """This device's number along the split."""

@@ -139,10 +139,10 @@ def _emitted(operator: Operator, names: tuple[str, ...], alone: Floats, machine:
     if found is None:
         return alone
     sent: Counter[str] = Counter()
-    for made in found.collectives:
-        sent[made.axis] += machine.seconds(made)  # type: ignore[assignment]
+    for made, times in found.collectives.items():
+        sent[made.axis] += times * machine.seconds(made)  # type: ignore[assignment]
     dtype = arithmetic_dtype(operator, machine.device)
-    kernels = float(_at_peak(found.kernels, dtype, machine).sum())
+    kernels = found.kernel_seconds(lambda work: _at_peak(work, dtype, machine))
     return np.array([max(kernels, *sent.values(), 0.0), found.seconds(dtype, machine), 0.0])
 
 

@@ -145,7 +145,7 @@ def _plan_without_stages(tree: SearchTree) -> None:
         return
     expand = partial(_fit_without_stages, tree)
     seconds = free.predicted.step_seconds
-    tree.compare(seconds, tree.kernels_without_stages(), None, tree.rows_of_device(1, free.microbatches))
+    tree.compare(seconds, tree.expected(None, free.microbatches), None, tree.rows_of_device(1, free.microbatches))
     tree.open.append(Subproblem(seconds, own.lower_bound, expand, own.checked, unmeasured=True))
 
 
@@ -171,7 +171,7 @@ def _open_microbatches(tree: SearchTree, count: int, shapes: tuple[PipelineShape
     expand = partial(_plan_stage_devices, tree, count, shapes)
     tree.open.append(Subproblem(
         max(least, seconds), least, expand, least, unplanned=tree.rows_of_device(first.devices, count),
-        slower=tree.slower(first.devices, count), of=(first.mesh, count),
+        slower=tree.slower(first.devices, count), spread=tree.spread(first, count), of=(first.mesh, count),
     ))  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def _plan_in_any_memory(tree: SearchTree, part: Program, possible: Possible) -> 
     free = best_padded(tree.program, part, replace(tree.job_inside(first), rough=key in tree.rough))
     tree.free[key] = free
     own, seconds = free.certificate, free.predicted.step_seconds / first.devices
-    tree.compare(seconds, tree.kernels(first, count), first.mesh, tree.rows_of_device(first.devices, count))
+    tree.compare(seconds, tree.expected(first, count), first.mesh, tree.rows_of_device(first.devices, count))
     tree.bound_multiples(first, count)
     checked = None if own.checked is None else own.checked / first.devices
     for a, allowed in possible:

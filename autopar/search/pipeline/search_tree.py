@@ -18,7 +18,7 @@ from autopar.pipeline.schedules import Order
 from autopar.search.budget.budget_problem import machine_of
 from autopar.search.budget.cutoff import PrunedError
 from autopar.search.microbatch.kernel_floor import KernelFloor, kernel_floor
-from autopar.search.microbatch.needed_bytes import needed_bytes, slowdown
+from autopar.search.microbatch.needed_bytes import needed_bytes, slowdown, spread
 from autopar.search.options import Job, Search
 from autopar.search.pipeline.deep_models import RepeatedStages
 from autopar.search.pipeline.shape import Measured, MeshKey, PipelineShape, Possible, ScheduledStages
@@ -50,6 +50,7 @@ class Subproblem:
             those of kernels alone; 0: something is.
         unmeasured: whether it is not known if the plan of that many seconds fits.
         slower: about how many times as long a step takes within the memory, before that is searched.
+        spread: about how many times as long as its kernels a plan takes, where nothing is planned yet.
         of: the mesh and the number of microbatches where nothing is planned yet.
     """
 
@@ -62,6 +63,7 @@ class Subproblem:
     unplanned: float = 0.0
     unmeasured: bool = False
     slower: float = 1.0
+    spread: float = 1.0
     of: tuple[MeshKey, int] | None = None
 
 
@@ -87,7 +89,8 @@ class SearchTree:
         blocks: such a plan of a deep model, cut into stages.
         heavy: schedules that need far too much somewhere.
         ratios: by mesh, or None without stages, and by the samples of a microbatch for each device of a stage, how much
-            longer plans without a budget take than their kernels would alone.
+            longer plans without a budget take than their kernels would alone, where samples are split along slow links
+            as many times longer as `spread` says.
         slowdowns: bytes needed without a budget, and how much longer a step takes within it.
         along: by mesh the devices along the axis of the stages.
         measured: by shape and microbatches, see `ScheduledStages.measured`.
@@ -220,21 +223,34 @@ class SearchTree:
         needed = needed_bytes(self.program, self.job.optimizer).of_device(stages, devices, count, in_flight)
         return slowdown(needed, self.memory, split=split)
 
+    def spread(self, shape: PipelineShape, count: int) -> float:
+        """About how many times as long as its kernels a plan takes, before anything is planned on its mesh."""
+        return self._spread(self.job_inside(shape), count)
+
+    def _spread(self, job: Job, count: int) -> float:
+        return spread(samples(self.program) / count, tuple(job.axes.values()), job.cluster.link_for(job.axes))
+
+    def expected(self, shape: PipelineShape | None, count: int) -> float:
+        """About what a step takes in whatever memory, before anything is planned; without stages: None."""
+        if shape is None:
+            return self.kernels_without_stages().typical * self._spread(self.job, count)
+        return self.kernels(shape, count).typical * self.spread(shape, count)
+
     def _without_stages(self) -> float:
         """About what a step takes without stages within the memory, in as many microbatches as are best."""
         counts = [2**i for i in range(samples(self.program).bit_length())]
         return min(
-            self._kernels(self.job, 1.0, n, self.floor).typical * self._ratio(self.rows_of_device(1, n))
-            * self.slower(1, n)
+            self._kernels(self.job, 1.0, n, self.floor).typical * self._spread(self.job, n)
+            * self._ratio(self.rows_of_device(1, n)) * self.slower(1, n)
             for n in ([self.search.microbatches] if self.search.microbatches else counts)
         )  # fmt: skip
 
-    def compare(self, seconds: float, kernels: KernelFloor, mesh: MeshKey | None, rows: float) -> None:
-        """Remember how much longer a plan without a budget takes than its kernels, see `ratios`."""
-        self.ratios.setdefault(mesh, {})[rows] = seconds / max(kernels.typical, 1e-300)
+    def compare(self, seconds: float, expected: float, mesh: MeshKey | None, rows: float) -> None:
+        """Remember how much longer a plan without a budget takes than expected, see `ratios`."""
+        self.ratios.setdefault(mesh, {})[rows] = seconds / max(expected, 1e-300)
 
     def _ratio(self, rows: float, own: Mapping[float, float] | None = None) -> float:
-        """About how much longer plans take than their kernels, where devices have so many samples of a microbatch.
+        """About how much longer plans take than expected, where devices have so many samples of a microbatch.
 
         Args:
             rows: the samples.
@@ -277,7 +293,7 @@ class SearchTree:
             seconds = max(seconds, self._without_stages())
         elif node.of is not None:
             ratio = self._ratio(node.unplanned, self.ratios.get(node.of[0]))
-            seconds = max(seconds, node.seconds * ratio) * node.slower
+            seconds = max(seconds, node.seconds * node.spread * ratio) * node.slower
         elif not (node.needed and self.slowdowns):
             seconds *= node.slower
         if node.unmeasured and self.program.repeat is not None:
@@ -293,11 +309,12 @@ class SearchTree:
     def promised(self, node: Subproblem) -> float:
         """Seconds; one that needs too much memory slows down at least as much as those that needed less did.
 
-        What is not planned communicates, too: about as much as in other numbers of microbatches on its mesh.
+        What is not planned communicates, too: as samples that are split along slow links ask for, and as plans in other
+        numbers of microbatches on its mesh do.
         """
         if node.unplanned:
             own = self.ratios.get(node.of[0]) if node.of else None
-            return max(node.bound, node.seconds * (self._ratio(node.unplanned, own) if own else 1.0))
+            return max(node.bound, node.seconds * node.spread * (self._ratio(node.unplanned, own) if own else 1.0))
         return node.seconds * max((slower for needed, slower in self.slowdowns if needed <= node.needed), default=1.0)
 
     def is_late(self) -> bool:

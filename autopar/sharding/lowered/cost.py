@@ -2,22 +2,25 @@
 
 A lowering is emitted into a graph of its own on meta tensors, and its nodes are priced as those of the rewritten graph
 are. Strategies of operators are many, but only few have lowerings, and each of these is emitted once. A ring has as
-many steps as devices; all but the first and the last are alike, so that a long one is priced by two short ones.
+many steps as devices; all but the first and the last are alike, so that a long one is priced by a short one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from autopar._torch_compat import storage_id
-from autopar.costs.kernels import Work, kernel_seconds, product, stream
+from autopar.costs.kernels import Array, Work, kernel_seconds, product, stream
 from autopar.costs.outer_exchange import dequantizing, quantizing
 from autopar.ir.graph import tensor_arguments, values_of
 from autopar.ir.layout import Layout, local_shape
@@ -34,42 +37,132 @@ from autopar.sharding.lowered.arguments import localized
 from autopar.sharding.lowered.emit import emit_lowering, lowered_letters
 from autopar.sharding.redistribute.moves import Machine
 
-KERNEL, ISSUE, WAIT = "kernel", "issue", "wait"
-"""What a lowering's nodes do: compute, begin a collective, or wait for one."""
+SHORT_RING = 4
+"""Steps of the ring by which longer ones are priced: the first and the last, and two between that are alike, as all
+others are."""
 
-SHORT_RING = 6
-"""Steps of the ring by which longer ones are priced, and by one of a step less: what the last of them has more than the
-other is what each further step has."""
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel; two are equal if they are the same work."""
+
+    work: Work = field(compare=False)
+    figures: tuple[Any, ...]
+
+
+_Event = _Kernel | Collective | int
+"""A kernel, a collective that begins, or a wait for that which began as the last but so many, counted from 1."""
 
 
 @dataclass(frozen=True)
 class LoweredCost:
-    """What a lowering emits.
+    """What a lowering emits, one after the other: `before`, `step` as often as `times` says, and `after`.
 
     Attributes:
-        kernels: all of them.
-        collectives: in order.
-        order: what happens one after the other: a kind, and the number of the kernel or collective.
+        before: up to the steps of a ring that are alike.
+        step: what one of them does.
+        times: how many there are.
+        after: the rest.
     """
 
-    kernels: Work
-    collectives: tuple[Collective, ...]
-    order: tuple[tuple[str, int], ...]
+    before: tuple[_Event, ...]
+    step: tuple[_Event, ...] = ()
+    times: int = 0
+    after: tuple[_Event, ...] = ()
+
+    @property
+    def events(self) -> tuple[_Event, ...]:
+        """All of it."""
+        return (*self.before, *self.step * self.times, *self.after)
+
+    @cached_property
+    def kernels(self) -> Work:
+        """All kernels."""
+        works = [event.work for event in self.events if isinstance(event, _Kernel)]
+        return Work.join(works) if works else stream(np.zeros(0))
+
+    @cached_property
+    def collectives(self) -> Mapping[Collective, int]:
+        """How often each collective begins."""
+        parts = (self.before, 1), (self.step, self.times), (self.after, 1)
+        found: Counter[Collective] = Counter()
+        for events, times in parts:
+            for made in events:
+                if isinstance(made, Collective):
+                    found[made] += times
+        return found
+
+    @cached_property
+    def _kernels(self) -> tuple[Work, NDArray[np.int64]]:
+        """Kernels, of those of a step one, and how often each runs."""
+        parts = (self.before, 1), (self.step, self.times), (self.after, 1)
+        kernels = [(k.work, n) for events, n in parts for k in events if isinstance(k, _Kernel)]
+        works = Work.join([work for work, _ in kernels]) if kernels else stream(np.zeros(0))
+        return works, np.array([n for _, n in kernels], dtype=np.int64)
+
+    def kernel_seconds(self, seconds: Callable[[Work], Array]) -> float:
+        """Seconds of all kernels, by what gives those of some."""
+        kernels, runs = self._kernels
+        return float(seconds(kernels) @ runs)
 
     def seconds(self, dtype: str, machine: Machine) -> float:
         """Seconds of all of it: a collective runs beside what is emitted before its wait, one at a time on an axis."""
-        kernels = kernel_seconds(self.kernels, dtype, machine.device)
-        clock, over = 0.0, dict[int, float]()
-        free: dict[str, float] = {}
-        for kind, i in self.order:
-            if kind == KERNEL:
-                clock += float(kernels[i])
-            elif kind == ISSUE:
-                made = self.collectives[i]
-                over[i] = free[made.axis] = max(clock, free.get(made.axis, 0.0)) + machine.seconds(made)
+        kernels = iter(kernel_seconds(self._kernels[0], dtype, machine.device).tolist())
+        sent = {made: machine.seconds(made) for made in self.collectives}
+        before, step, after = (
+            [next(kernels) if isinstance(e, _Kernel) else e for e in events]
+            for events in (self.before, self.step, self.after)
+        )
+        clock = _Clock(sent, max((e for e in (*step, *after) if isinstance(e, int)), default=1))
+        clock.run(before)
+        clock.repeat(step, self.times)
+        clock.run(after)
+        return clock.now
+
+
+_Timed = float | Collective | int
+"""An event, of a kernel its seconds."""
+
+
+class _Clock:
+    """Runs kernels, by their seconds, and collectives beside them."""
+
+    def __init__(self, sent: Mapping[Collective, float], waits: int) -> None:
+        """``sent``: seconds of each collective; waits are for one of the last ``waits`` that began."""
+        self.sent, self.waits, self.now = sent, waits, 0.0
+        self.over: list[float] = []  # when each collective is
+        self.free: dict[str, float] = {}  # from when each axis is
+
+    def run(self, events: Sequence[_Timed]) -> None:
+        """Run what happens one after the other; whole numbers are waits."""
+        for event in events:
+            if isinstance(event, Collective):
+                begin = max(self.now, self.free.get(event.axis, 0.0))
+                self.free[event.axis] = begin + self.sent[event]
+                self.over.append(self.free[event.axis])
+            elif isinstance(event, int):
+                self.now = max(self.now, self.over[-event])
             else:
-                clock = max(clock, over[i])
-        return clock
+                self.now += event
+
+    def repeat(self, step: Sequence[_Timed], times: int) -> None:
+        """Run a step so often: once two took as long and left as much under way, all others do."""
+        known = np.zeros(0)
+        for left in reversed(range(times)):
+            began = self.now
+            self.run(step)
+            under_way = (*self.over[-self.waits :], *self.free.values())
+            state = np.array([self.now - began, *(max(t - self.now, 0.0) for t in under_way)])
+            if len(state) == len(known) and np.abs(state - known).max() <= 1e-9 * state[0]:
+                self._skip(left * float(state[0]))
+                return
+            known = state
+
+    def _skip(self, seconds: float) -> None:
+        """Let time pass in which as much is under way as now."""
+        self.now += seconds
+        self.over = [t + seconds for t in self.over]
+        self.free = {axis: t + seconds for axis, t in self.free.items()}
 
 
 def emitted_work(node: fx.Node) -> Work | None:
@@ -122,53 +215,40 @@ def lowered_cost(operator: Operator, strategy: tuple[str, ...], machine: Machine
     letters = lowered_letters(operator, strategy)
     if not letters or any(operator.rule.lower[c] is not operator.rule.lower[letters[0]] for c in letters):
         return None
-    kernels, collectives, order = list[Work](), list[Collective](), list[tuple[str, int]]()
-    for event in _events(operator, strategy, letters, machine):
-        if isinstance(event, Collective):
-            order.append((ISSUE, len(collectives)))
-            collectives.append(event)
-        elif isinstance(event, int):
-            order.append((WAIT, len(collectives) - event))
-        else:
-            order.append((KERNEL, len(kernels)))
-            kernels.append(event.work)
-    all_kernels = Work.join(kernels) if kernels else stream(np.zeros(0))
-    return LoweredCost(all_kernels, tuple(collectives), tuple(order))
+    return _cost(operator, strategy, letters, machine)
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    """A kernel; two are equal if they are the same work."""
-
-    work: Work = field(compare=False)
-    figures: tuple[Any, ...]
-
-
-_Event = _Kernel | Collective | int
-"""A kernel, a collective that begins, or a wait for that which began as the last but so many, counted from 1."""
-
-
-def _events(operator: Operator, strategy: tuple[str, ...], letters: Sequence[str], machine: Machine) -> list[_Event]:
-    """What a lowering does, one after the other; of a long ring, without emitting all of its steps."""
+def _cost(operator: Operator, strategy: tuple[str, ...], letters: Sequence[str], machine: Machine) -> LoweredCost:
+    """What a lowering does; of a long ring, without emitting all of its steps."""
     sizes = zip(strategy, machine.sizes, strict=True)
     steps = math.prod(n for name, n in sizes if name.partition(".")[0] in letters)
-    found = _emitted(operator, strategy, letters, machine, min(steps, SHORT_RING))
-    if steps <= SHORT_RING:
-        return found
-    shorter = _emitted(operator, strategy, letters, machine, SHORT_RING - 1)
-    longer = _longer(found, shorter, steps - SHORT_RING)
-    return _emitted(operator, strategy, letters, machine, steps) if longer is None else longer
+
+    def emitted(most_steps: int) -> tuple[list[_Event], list[int]]:
+        return _emitted(operator, strategy, letters, machine, most_steps)
+
+    found, began = emitted(min(steps, SHORT_RING))
+    # There may be steps of which nothing is told.
+    if steps <= SHORT_RING or (not began and found == emitted(SHORT_RING - 1)[0]):
+        return LoweredCost(tuple(found))
+    first, second, last = began[-3:] or (0, 0, 0)
+    step = found[second:last]
+    if not step or found[first:second] != step:
+        return LoweredCost(tuple(emitted(steps)[0]))
+    return LoweredCost(tuple(found[:last]), tuple(step), steps - SHORT_RING, tuple(found[last:]))
 
 
 def _emitted(
     operator: Operator, strategy: tuple[str, ...], letters: Sequence[str], machine: Machine, most_steps: int
-) -> list[_Event]:
-    """What a lowering does with at most so many steps of a ring."""
-    graph = fx.Graph()
+) -> tuple[list[_Event], list[int]]:
+    """What a lowering does with at most so many steps of a ring, and where each of these begins."""
+    graph, steps = fx.Graph(), list[int]()
     args, kwargs = _local_arguments(graph, operator, strategy, machine.sizes)
-    emit_lowering(graph, operator, strategy, letters, machine, args, kwargs, most_steps)
-    found, began = list[_Event](), dict[fx.Node, int]()
-    for node in (n for n in graph.nodes if n.op == "call_function"):
+    emit_lowering(graph, operator, strategy, letters, machine, args, kwargs, most_steps, steps)
+    found, began, before = list[_Event](), dict[fx.Node, int](), list[int]()
+    for node in graph.nodes:
+        before.append(len(found))
+        if node.op != "call_function":
+            continue
         made, work = info(node).collective, emitted_work(node)
         if made is not None and made.joined:
             continue
@@ -181,19 +261,7 @@ def _emitted(
             found.append(len(began) - began[node.all_input_nodes[0]])
         elif work is not None:
             found.append(_Kernel(work, tuple(np.ravel(getattr(work, f.name)).tolist() for f in fields(work))))
-    return found
-
-
-def _longer(found: list[_Event], shorter: list[_Event], steps: int) -> list[_Event] | None:
-    """What a ring does with more steps, each as the one that a shorter ring does not have; None: steps differ."""
-    more = len(found) - len(shorter)
-    if more == 0:
-        return found if found == shorter else None  # there is no ring
-    end = next((i for i, (a, b) in enumerate(zip(found, shorter, strict=False)) if a != b), len(shorter))
-    step = found[max(end - more, 0) : end]
-    # The longer one is the shorter one with a step put in, behind one that is the same.
-    alike = found[max(end - 2 * more, 0) : max(end - more, 0)] == step
-    return [*found[:end], *(step * steps), *found[end:]] if alike and found[end:] == shorter[end - more :] else None
+    return found, [before[i] for i in steps]
 
 
 def _local_arguments(

@@ -6,8 +6,8 @@ The pass that rewrites graphs and the cost of the strategy call it alike: what i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class Context:
     axes: tuple[int, ...]
     machine: Machine
     most_steps: int = 0
+    began: list[int] = field(default_factory=list)
 
     @property
     def parts(self) -> int:
@@ -66,6 +67,12 @@ class Context:
     def steps(self) -> int:
         """Steps of a ring: one for each device, or fewer where code is emitted to be priced."""
         return min(self.parts, self.most_steps or self.parts)
+
+    def each_step(self) -> Iterator[int]:
+        """The numbers of a ring's steps; ``began`` gets after how many nodes of the graph each begins."""
+        for step in range(self.steps):
+            self.began.append(len(self.tracer.graph.nodes))
+            yield step
 
     @property
     def axis_count(self) -> int:
@@ -197,6 +204,7 @@ def emit_lowering(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     most_steps: int = 0,
+    began: list[int] | None = None,
 ) -> Any:
     """Emit the code of a strategy where the graph inserts nodes.
 
@@ -209,12 +217,13 @@ def emit_lowering(
         args: of the call, tensors as nodes, sizes local.
         kwargs: of the call.
         most_steps: of a ring, whose steps are alike; 0: as many as it has.
+        began: gets after how many nodes of the graph each step of a ring begins.
 
     Returns:
         What the lowering returns, see `autopar.rules.rule.Lowering`.
     """
     axes = tuple(a for a, name in enumerate(strategy) if name.partition(".")[0] in letters)
     tracer = LocalTracer(graph)
-    context = Context(tracer, operator, strategy, axes, machine, most_steps)
+    context = Context(tracer, operator, strategy, axes, machine, most_steps, [] if began is None else began)
     proxies, named = map_nodes((tuple(args), dict(kwargs)), lambda n: fx.Proxy(n, tracer))
     return operator.rule.lower[letters[0]].build(context, *proxies, **named)

@@ -17,15 +17,40 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.layout import ByExpert, Factor, Interleaved, Layout, Partial, Placement, Replicate, Split, TensorType
+from autopar.costs.outer_exchange import quantized_bytes
+from autopar.ir.layout import (
+    ByExpert,
+    Factor,
+    Interleaved,
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Split,
+    TensorType,
+    item_bytes,
+)
 from autopar.ir.quantized.axes import GRADIENTS, WEIGHTS
 from autopar.rules.remembered import remembered
+from autopar.sharding.candidates import split_parts
 from autopar.sharding.redistribute.move_seconds import Kinds, MoveSeconds
-from autopar.sharding.redistribute.moves import Machine, Move, exchanges, innermost, move_kind, moved_bytes
+from autopar.sharding.redistribute.moves import (
+    Machine,
+    Move,
+    exchanges,
+    innermost,
+    move_kind,
+    moved_bytes,
+    reduces,
+    sum_dtype,
+)
 from autopar.sharding.redistribute.shortest import Floats, Ints, ShortestPaths
 
 MOST_KEPT = 600
 """Of up to so many layouts, which three axes have, the seconds of all pairs are kept, told apart; else of none."""
+
+AROUND = 1e3
+"""Seconds that no path takes."""
 
 _QUANTIZED = {"all_gather": WEIGHTS, "reduce_scatter": GRADIENTS}
 """Kinds of moves that may be in few bits, and what they are of then."""
@@ -47,10 +72,7 @@ class Redistributions(MoveSeconds):
         every = (
             (source, axis, other) for source in self.layouts for axis in range(len(source)) for other in placements
         )
-        found = [move for source, axis, other in every if (move := self._move(source, axis, other)) is not None]
-        # An all-reduce would get around few bits: where these are asked for it is a reduce-scatter and a gather.
-        fewer = {(m.source, m.axis) for m in found if m.bits and m.kind == "reduce_scatter"}
-        return [m for m in found if m.kind != "all_reduce" or (m.source, m.axis) not in fewer]
+        return [move for source, axis, other in every if (move := self._move(source, axis, other)) is not None]
 
     def _move(self, source: Layout, axis: int, other: Placement) -> Move | None:
         """The move that gives an axis another placement; None if there is none."""
@@ -117,15 +139,32 @@ class Redistributions(MoveSeconds):
         """The moves, mostly one, that lead from a layout to another."""
         chains = self.chains()
         # Where axes inside can be reduced first, they are: fewer terms are rounded, and what costs alike is one rule.
-        later = {(c[0].source, c[-1].axis, c[-1].target[c[-1].axis]) for c in chains if c[-1].bits}
-        single = [(m,) for m in self.moves() if not m.bits or (m.source, m.axis, m.target[m.axis]) not in later]
-        return list({(arc[0].source, arc[-1].target): arc for arc in [*single, *chains]}.values())
+        ends: dict[tuple[Layout, Placement], list[tuple[Move, ...]]] = {}
+        for chain in chains:
+            ends.setdefault(_end(chain), []).append(chain)
+        every = [*((move,) for move in self.moves()), *chains]
+        kept = (arc for arc in every if not any(_rounds_less(other, arc) for other in ends.get(_end(arc), ())))
+        return list({(arc[0].source, arc[-1].target): arc for arc in kept}.values())
 
     @cached_property
     def _paths(self) -> ShortestPaths:
         ends = [(self.index[arc[0].source], self.index[arc[-1].target]) for arc in self._arcs]
-        lengths = self._own(frozenset())[:, :-1].sum(0)
+        lengths = self._own(frozenset())[:, :-1].sum(0) + self._around
         return ShortestPaths(len(self.layouts), np.array(ends, dtype=np.int64).reshape(-1, 2), lengths)
+
+    @cached_property
+    def _around(self) -> Floats:
+        """``[arcs]``: what keeps paths from arcs that get around few bits, where others lead there, too."""
+        counts = [sum(map(self._gets_around, arc)) for arc in self._arcs]
+        return AROUND * np.array(counts, dtype=np.float64)
+
+    def _gets_around(self, move: Move) -> bool:
+        """Whether a gradient is reduced in whole numbers, where few bits are asked for and its shards smaller so."""
+        bits = self.machine.bits(move.axis, GRADIENTS) if self.type.message == GRADIENTS else 0
+        if move.bits or not bits or not reduces(move.kind):
+            return False
+        shard = self.type.numel // (split_parts(move.source, self.machine.sizes) * self.machine.sizes[move.axis])
+        return bool(quantized_bytes(shard, bits) < shard * item_bytes(sum_dtype(self.type)))
 
     def _of_arcs(self, of_moves: Floats) -> Floats:
         """What the moves of each arc have together, from what each of them has, in the last dim."""
@@ -134,7 +173,12 @@ class Redistributions(MoveSeconds):
 
     def seconds(self, rows: Ints, columns: Ints) -> Floats:
         """``[A, B]``: time from some layouts to others; inf where there is no way (nothing becomes Partial)."""
-        return self._paths.lengths(rows, columns)
+        found = self._paths.lengths(rows, columns)
+        if self._around.any():
+            around = np.append(self._around, 0.0)  # the last one is of no arc
+            for arc, _ in self._paths.backwards(rows, columns):
+                found -= around[arc]
+        return found
 
     def sliced(self, rows: Ints, columns: Ints) -> NDArray[np.bool_]:
         """``[A, B]``: whether nothing is sent along the path from one of some layouts to one of others."""
@@ -240,6 +284,19 @@ class Redistributions(MoveSeconds):
         if not arcs and source != target:
             raise ValueError(f"no way to redistribute {self.type} from {source} to {target}")
         return tuple(move for arc in arcs for move in self._arcs[arc])
+
+
+def _end(arc: tuple[Move, ...]) -> tuple[Layout, Placement]:
+    """Where moves begin, and the placement that they end with."""
+    return arc[0].source, arc[-1].target[arc[-1].axis]
+
+
+def _rounds_less(chain: tuple[Move, ...], arc: tuple[Move, ...]) -> bool:
+    """Whether reductions are those of an arc, and first of all others along axes inside of what it rounds."""
+    rounded = {move.axis for move in arc if move.bits}
+    own, others = ({move.axis for move in moves} for moves in (arc, chain))
+    inside = {axis for axis in others - own if rounded and axis > min(rounded)}
+    return bool(inside) and own < others and rounded <= {move.axis for move in chain if move.bits}
 
 
 class Tables:

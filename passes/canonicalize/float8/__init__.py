@@ -21,6 +21,7 @@ a sharded weight is gathered as bytes, after it has been rounded, is a layout li
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -34,6 +35,7 @@ from autopar.ir.node_info import info, set_info
 from autopar.ir.ops import float8
 from autopar.ir.precision import BLOCKS, DELAYED, TENSORWISE, Float8
 from autopar.ir.program import Program
+from autopar.passes.canonicalize.float8.folded import fold_batched_products
 from autopar.passes.canonicalize.float8.histories import Histories, with_histories
 
 aten = torch.ops.aten
@@ -42,7 +44,17 @@ VALUES, GRADIENTS = "e4m3", "e5m2"
 """Formats of values and weights, and of gradients, which need a wider range."""
 
 _VIEWS = {aten.permute.default, aten.reshape.default, aten._to_copy.default}
-"""Through these a parameter is the weight of a linear layer; with sums, its gradient is theirs."""
+
+_PARTS = {
+    aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
+    operator.getitem,
+}  # fmt: skip
+"""Through these, and through views, a parameter is the weight of linear layers, as of projections in one matrix."""
+
+_WHOLES = {
+    aten.add.Tensor, aten.cat.default, aten.stack.default, aten.slice_backward.default, aten.select_backward.default,
+}  # fmt: skip
+"""Through these, and through views, the gradient of a weight comes of products."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,7 @@ def float8_linear_layers(program: Program, linear: Float8) -> Program:
         ValueError: there is no linear layer.
     """
     program = replace(program, graph=copy_graph(program.graph), float8=str(linear))
+    fold_batched_products(program.graph.graph)
     products = _products(program, linear)
     if not products:
         but = f" beside those that exclude={linear.exclude} names" if linear.exclude else ""
@@ -216,11 +229,12 @@ def _products(program: Program, linear: Float8) -> dict[fx.Node, _Operands]:
         if any(fnmatchcase(n, pattern) for n in names for pattern in linear.exclude):
             continue
         layers = [n for n in matrices if weights[n] == [weight] and not gradients[n]]
-        results = {n.meta["val"].shape for n in layers}
+        # A gradient that comes transposed, of ``w @ x.T``, is looked up as what it is the transpose of.
+        results = {tuple(s) for n in layers for s in (n.meta["val"].shape, reversed(n.meta["val"].shape))}
         chosen |= dict.fromkeys(layers, name)
         for node, made in gradients.items():
             # Of the gradient of a layer's result, and not of what else is computed from the parameter.
-            of_layer = len(made) == 1 and made[0].meta["val"].shape in results
+            of_layer = len(made) == 1 and tuple(made[0].meta["val"].shape) in results
             of_weight = not weights[node] and node in terms.get(name, ())
             if of_layer and (weights[node] == [weight] or of_weight):
                 chosen.setdefault(node, name)
@@ -250,8 +264,8 @@ def _base(operand: object) -> tuple[fx.Node, bool]:
 
 
 def _parameter(node: fx.Node, parameters: Container[fx.Node]) -> fx.Node | None:
-    """The parameter that a matrix is, through views and casts; None: it is none."""
-    while node.target in _VIEWS:
+    """The parameter that a matrix is, or is a part of, through views and casts; None: it is none."""
+    while node.target in _VIEWS or node.target in _PARTS:
         node = node.args[0]  # type: ignore[assignment]
     return node if node in parameters else None
 
@@ -268,7 +282,5 @@ def _terms(gradient: fx.Node) -> Iterator[fx.Node]:
         node = pending.pop()
         if node.target is aten.mm.default:
             yield node
-        elif node.target in _VIEWS:
-            pending.append(node.args[0])  # type: ignore[arg-type]
-        elif node.target is aten.add.Tensor:
+        elif node.target in _VIEWS or node.target in _WHOLES:
             pending += node.all_input_nodes

@@ -163,6 +163,15 @@ def test_two_axes_are_reduced_innermost_first(program: Program, inner: int, micr
     assert autopar.verify(net(), batch_of(0), axes, plan=plan).max_error < 1e-9
 
 
+def test_three_axes(program: Program) -> None:
+    """Of small gradients, too, which whole numbers would take less long to reduce: those get around few bits."""
+    pins = {"odd.weight": ("S(1)",) * 3, "last.weight": ("S(1)", "S(0)", "S(0)"), "*.bias": ("R",) * 3}
+    axes, bits = {"pod": 2, "node": 2, "gpu": 2}, {"gradients": 8}
+    plan = planned(program, axes, {"pod": bits}, pins=pins)
+    reference = sharded(plan, 2, 4, **bits)
+    assert worst(program, plan, reference, 8) < 1e-10 and reference.reached == set(bits)
+
+
 def test_bytes_between_nodes_are_of_what_a_node_has_added_up(program: Program) -> None:
     pins = {"odd.weight": ("S(1)", "S(1)")}
     plan = planned(program, {"node": 2, "gpu": 4}, {"node": {"gradients": 8}}, pins=pins)

@@ -155,7 +155,7 @@ def test_what_cannot_be_compressed() -> None:
     with pytest.raises(AutoparError, match=r"gradient of 'up\.weight' on rank 1 is not finite in step 1"):
         workers.step()
     with pytest.raises(AutoparError, match="is float16"):
-        EmulatedCompression([m.half() for m in models], [], **CASES["topk"])
+        EmulatedCompression([m.half() for m in models], [OPTIMIZERS["topk"](m) for m in models], **CASES["topk"])
     with pytest.raises(ValueError, match="there is one worker"):
         EmulatedCompression([mlp()], [], **CASES["topk"])
     with pytest.raises(ValueError, match=r"optimizer= is SGD"):

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from autopar.errors import RankError
+from autopar.module.low_communication.compressed.emulate import EmulatedCompression
 from autopar.module.low_communication.emulate import EmulatedWorkers
+from autopar.module.low_communication.stale.emulate import EmulatedStale
 from autopar.module.low_communication.tokens import weight_of
 from tests.distributed.models import mlp, mlp_batch
 from tests.module.low_communication.cases import CASES, OPTIMIZERS
@@ -132,6 +134,18 @@ def test_what_few_bits_leave_out_is_fed_back() -> None:
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EmulatedWorkers([mlp(), mlp()], **settings)
+
+
+def test_each_worker_has_a_model_and_its_optimizer() -> None:
+    models = [mlp(), mlp()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    with pytest.raises(ValueError, match="models= is empty"):
+        EmulatedWorkers([], every=1)
+    for kind, settings in ((EmulatedCompression, {"method": "topk", "share": 0.5}), (EmulatedStale, {"staleness": 1})):
+        with pytest.raises(ValueError, match="2 models and 1 optimizers"):
+            kind(models, optimizers[:1], **settings)
+        with pytest.raises(ValueError, match=r"optimizer 0 does not have 'up\.weight' of worker 0"):
+            kind(models, optimizers[::-1], **settings)
 
 
 def test_workers_begin_alike() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from autopar.verify.compare import compare
 from autopar.verify.verify import global_values
 from tests import models as zoo
 from tests.distributed.models import slow_devices
-from tests.float8_layers import in_float8
+from tests.float8_layers import in_float8, product
 
 aten = torch.ops.aten
 F64 = torch.float64
@@ -47,6 +48,34 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(
             self.head(mixed * torch.tanh(self.gate @ self.gate)[0]).flatten(0, 1), target.flatten()
         )
+
+
+WRITTEN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "einsum": lambda x, w: torch.einsum("bsi,oi->bso", x, w),
+    "heads": lambda x, w: torch.einsum("bsi,hki->bshk", x, w.reshape(2, -1, w.shape[1])).flatten(2),
+    "left": lambda x, w: (w @ x.flatten(0, 1).T).T.reshape(*x.shape[:-1], -1),
+    "left of each": lambda x, w: (w @ x.transpose(1, 2)).transpose(1, 2),
+    "batched": lambda x, w: torch.bmm(x, w.T.expand(len(x), -1, -1)),
+    "frozen": lambda x, w: (x.transpose(0, 1) @ w.T).transpose(0, 1),
+}
+"""`x @ w.T` by other operators than a product of two matrices, or with the weight on the left."""
+
+
+class Written(nn.Module):
+    """A layer for each of these, and one in two parts, as attention's projections are; ``product`` instead of them."""
+
+    def __init__(self, instead: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterDict({n: nn.Parameter(torch.randn(8, 8) / 3) for n in [*WRITTEN, "parts"]})
+        self.weights["frozen"].requires_grad_(False)
+        self.instead = instead
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name, written in WRITTEN.items():
+            x = torch.tanh((self.instead or written)(x, self.weights[name]))
+        parts = self.weights["parts"].split([2, 6])
+        return torch.cat([(self.instead or nn.functional.linear)(x, w) for w in parts], -1).square().mean()
 
 
 def tied() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -103,6 +132,25 @@ def test_same_step_as_an_eager_model_with_such_layers(make: Any, scaling: str) -
             assert float((value - expected[name]).abs().max()) <= 1e-10 * largest, (name, seed)
             # Not by rounding nothing.
             assert float((exact[name] - expected[name]).abs().max()) > 1e-4 * largest or name == "keys.bias", name
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "delayed"])
+def test_a_linear_layer_is_one_however_it_is_written(scaling: str) -> None:
+    """All three products of each are rounded, of those in parts each part by itself."""
+    batch = {"x": torch.randn(4, 6, 8, dtype=F64)}
+    program = program_of(Written().double(), batch, precision=policy(scaling))
+    # Forward, and gradients of value and weight: a frozen weight has none, nor has the batch.
+    assert len(products(program)) == 3 * (len(WRITTEN) + 2) - 2
+    assert not any(n.target in (aten.mm.default, aten.bmm.default) for n in program.graph.graph.nodes)
+    if scaling == "delayed":
+        return
+    expected = gradients(Written(lambda x, w: product(x, w, scaling)).double(), batch)
+    model = Written().double()
+    plan = solve(program, {"a": 2, "b": 2}, "cpu", search=Search(recipe="random", seed=0), deterministic=True)
+    report = compare(program, rewrite(program, plan), plan, global_values(program, model, batch), F64)
+    for name, value in report.gradients.items():
+        assert float((value - expected[name]).abs().max()) <= 1e-10 * float(expected[name].abs().max()), name
+    assert len(report.gradients) == len(expected) - 1
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields
 from functools import cache
 
@@ -83,7 +84,7 @@ class Documents(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["causal", "documents"])
-def test_a_long_ring_is_priced_by_short_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_ring_is_priced_by_a_short_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same kernels and collectives, in the same order, as all of its steps emitted."""
     if kind == "causal":
         program = program_of(*zoo.MODELS["llama"](layers=1, seq=32))
@@ -104,9 +105,12 @@ def test_a_long_ring_is_priced_by_short_ones(kind: str, monkeypatch: pytest.Monk
     for short, whole in zip(found, (lowered_cost(*ring, machine) for ring in rings), strict=True):
         assert short is not None
         assert whole is not None
-        assert short.order == whole.order
+        assert short.times == 12  # and the whole one has no steps that are not emitted
+        assert whole.times == 0
+        assert short.events == whole.events
         assert short.collectives == whole.collectives
-        assert len(short.collectives) >= 15
+        assert short.seconds("float32", machine) == pytest.approx(whole.seconds("float32", machine), rel=1e-9)
+        assert sum(short.collectives.values()) >= 15
         assert all((getattr(short.kernels, f.name) == getattr(whole.kernels, f.name)).all() for f in fields(Work))
     forget()
 
@@ -170,7 +174,7 @@ def test_every_lowering_costs_its_nodes(name: str) -> None:
             made = [info(n).collective for n in own if info(n).collective is not None]
             dtype = arithmetic_dtype(operator, machine.device)
             assert kernel_seconds(found.kernels, dtype, machine.device).sum() == pytest.approx(kernels, rel=1e-6)
-            assert list(found.collectives) == made
+            assert found.collectives == Counter(made)
             one = candidates(operator, (2, 2), allowed=[[n] for n in names])
             sent = sum(seconds.collective(c) for c in made if c is not None)
             # Beside one another as far as the code's order lets them, such as the exchanges of a ring.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.ops.float8.formats import FORMATS, LEAST, wide_dtype
+from autopar.ir.ops.float8.formats import FORMATS, LEAST, largest_of
 
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -24,9 +24,8 @@ _library.define("float8_delayed_scale(Tensor history, int row, str format) -> Te
 
 
 def _amax(x: Tensor) -> Tensor:
-    largest: Tensor = torch.linalg.vector_norm(x, torch.inf, [0, 1], True).to(wide_dtype(x))
     # A maximum over devices may drop what is no number.
-    return largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return largest_of(x, [0, 1]).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _delayed_scale(history: Tensor, row: int, format: str) -> Tensor:

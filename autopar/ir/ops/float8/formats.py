@@ -52,8 +52,16 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def largest_of(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """The largest absolute entries along dims, which stay; of no entries zero."""
+    if not x.numel():
+        return x.new_zeros([1 if dim in dims else size for dim, size in enumerate(x.shape)], dtype=wide_dtype(x))
+    found: Tensor = torch.linalg.vector_norm(x, torch.inf, list(dims), True)
+    return found.to(wide_dtype(x))
+
+
 def _scale(x: Tensor, dims: Sequence[int], format: str) -> Tensor:
-    largest: Tensor = torch.linalg.vector_norm(x, torch.inf, list(dims), True).to(wide_dtype(x))
+    largest = largest_of(x, dims)
     # What is no number counts as infinite: a maximum over devices may drop it, and the product is no number either way.
     largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
     return largest.clamp_min(LEAST) / FORMATS[format].largest

@@ -237,7 +237,7 @@ class _Work:
     def ring(self) -> Iterator[tuple[int, _Block]]:
         """Each step with the block that is here then, the next one being on its way."""
         block = self.own
-        for step in range(self.context.steps):
+        for step in self.context.each_step():
             arrive, leaves = None, block.leaves
             if step + 1 < self.context.steps:
                 arrive = self.context.start_shift(block.keys)

@@ -45,7 +45,7 @@ def attend(context: Any, query: Any, key: Any, value: Any, causal: bool, scale: 
     if causal:
         query, keys = (swap_rows(context.swap_blocks, t) for t in (query, keys))
     found: list[tuple[Any, Any]] = []
-    for step in range(context.steps):
+    for step in context.each_step():
         arrive = context.start_shift(keys) if step + 1 < context.steps else None
         if step == 0 or not causal:
             found = _joined(found, [(i, x, None) for i, x in enumerate(_own(query, keys, head, causal, scale))])
@@ -89,7 +89,7 @@ def gradients(
     queries = _Queries(query, grad, out, logsumexp, head, scale)
     of_query: Any = None
     arrive_gradient: Callable[[], Any] | None = None
-    for step in range(context.steps):
+    for step in context.each_step():
         arrive = context.start_shift(keys) if step + 1 < context.steps else None
         if step == 0 or not causal:
             term, of_keys = queries.gradients(None, keys, causal)

@@ -120,7 +120,7 @@ class _Work:
 
     def ring(self, keys: Any) -> Iterator[tuple[int, Any]]:
         """Each step with the keys and values that are here then, the next ones being on their way."""
-        for step in range(self.context.steps):
+        for step in self.context.each_step():
             arrive = self.context.start_shift(keys) if step + 1 < self.context.steps else None
             yield step, keys
             keys = keys if arrive is None else arrive()

@@ -17,6 +17,7 @@ from autopar.module.low_communication.compressed.step import (
     require_compressible,
     require_finite,
 )
+from autopar.module.low_communication.emulate import trained_alike
 
 
 class EmulatedCompression:
@@ -42,12 +43,8 @@ class EmulatedCompression:
         """
         self.settings = Compression(**settings)
         require_several(len(models))
-        self._parameters = [{n: p for n, p in m.named_parameters() if p.requires_grad} for m in models]
-        first = self._parameters[0]
-        for i, own in enumerate(self._parameters):
-            require_compressible(own)
-            if own.keys() != first.keys() or any(not torch.equal(own[n], first[n]) for n in own):
-                raise ValueError(f"worker {i} does not begin at the parameters of worker 0; copy the model")
+        self._parameters = trained_alike(models, optimizers)
+        require_compressible(self._parameters[0])
         for optimizer in optimizers:
             if self.settings.method in (ONEBIT, ZEROONE):
                 require_plain_adam(optimizer, self.settings.method)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.module.low_communication.emulate import trained_alike
 from autopar.module.low_communication.outer import require_exchangeable
 from autopar.module.low_communication.stale.owner import LR, Owner, cut, put, require_elementwise, taken
 from autopar.module.low_communication.stale.settings import Staleness
@@ -37,12 +38,9 @@ class EmulatedStale:
         """
         self.settings, workers = Staleness(**settings), len(models)
         count = self.settings.owners_of(workers)
-        self._parameters = [{n: p for n, p in m.named_parameters() if p.requires_grad} for m in models]
+        self._parameters = trained_alike(models, optimizers)
         first, self._optimizers = self._parameters[0], optimizers
-        for i, own in enumerate(self._parameters):
-            require_exchangeable(own, None)
-            if own.keys() != first.keys() or any(not torch.equal(own[n], first[n]) for n in own):
-                raise ValueError(f"worker {i} does not begin at the parameters of worker 0; copy the model")
+        require_exchangeable(first, None)
         for optimizer in optimizers:
             require_elementwise(optimizer)
         self._dtype = wide(first)
