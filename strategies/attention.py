@@ -312,10 +312,8 @@ def _by_function(
     rows = max((math.prod(t.shape[:2]) for t in leaves), default=1)
     calls = 3 + formula.count("[") + (0 if table is None else 2 * table.shape[1])
     split = in_parts.is_windowed(before, after, q, k)
-    # Sums of blocks cannot tell a row that is hidden by large numbers from one that is hidden. Of a device with one key
-    # no shape says which leaves have keys.
-    joined = hides == masked.INFINITY or (hides == masked.NUMBERS and not added)
-    ring = {"qk": Lowering(lower[1], axes=1, least=2)} if joined else {}
+    # Of a device with one key no shape says which leaves have keys.
+    ring = {"qk": Lowering(lower[1], axes=1, least=2)} if in_parts.is_joined(added, hides) else {}
     read = 8.0 * calls * rows * scores if formula or split else 0.0
     wide = max(getattr(query.dtype, "itemsize", 4), 4)
     passes = (FORWARD_PASSES if products < 5.0 else BACKWARD_PASSES) if by_formula else 0
@@ -338,12 +336,17 @@ def _tables(mask: tuple[Any, ...]) -> list[str]:
     return ["1(hg)" if t.shape[1] > 1 else "11" for t in mask[8:9] if t is not None]
 
 
+def _shift(rest: tuple[Any, ...]) -> list[str]:
+    """Letters of what scores are less, of some of the keys."""
+    return [_mask(t) for t in rest if isinstance(t, Spec)]
+
+
 @rule(masked.attention_masked)
 def attention_masked(query: Spec, key: Spec, value: Spec, leaves: Sequence[Spec], *mask: Any) -> Rule:
     """Attention under a mask that is given by its function."""
     lower = (in_parts.of_some_queries, in_parts.attend)
     return Rule(
-        f"{','.join([BHQD, BHKD, BHKE, *map(_mask, leaves), *_tables(mask)])}->{BHQE},b(hg)q",
+        f"{','.join([BHQD, BHKD, BHKE, *map(_mask, leaves), *_tables(mask), *_shift(mask[11:])])}->{BHQE},b(hg)q",
         strides=ANY if _is_by_formula(mask) else HEADS_LAST,
         **_by_function(query, key, value, leaves, mask[:11], 2.0, lower),
     )
@@ -355,8 +358,8 @@ def attention_masked_backward(
 ) -> Rule:
     """Its gradients; of the table, if it has one and it is wanted, the sum over what it is the same for."""
     lower, tables = (in_parts.gradients_of_some_queries, in_parts.gradients), _tables(mask)
-    inputs = [BHQE, BHQD, BHKD, BHKE, *map(_mask, leaves), BHQE, "b(hg)q", *tables]
-    made = tables[0] if tables and mask[11:] == (True,) else "_"
+    inputs = [BHQE, BHQD, BHKD, BHKE, *map(_mask, leaves), BHQE, "b(hg)q", *tables, *_shift(mask[12:])]
+    made = tables[0] if tables and mask[11:12] == (True,) else "_"
     return Rule(
         f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{made}",
         reduce="bhgq",

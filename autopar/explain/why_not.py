@@ -14,7 +14,8 @@ from autopar.ir.graph import module_path, values_of
 from autopar.ir.layout import Layout, Split, TensorType
 from autopar.ir.module_outputs import module_outputs
 from autopar.ir.ops.attention import attention
-from autopar.ir.ops.sequence.masked_attention import INFINITY, attention_masked
+from autopar.ir.ops.sequence.masked_attention import attention_masked
+from autopar.ir.ops.sequence.masked_parts import is_joined
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import as_planned
@@ -110,7 +111,8 @@ def _without_ring(program: Program, name: str, wanted: Mapping[str, str]) -> str
             continue
         queries, keys = (dims.types[program.sources[node][i]] for i in (0, 1))
         if node.target is attention_masked:
-            reason = None if node.args[14:] == (INFINITY,) else "what is added to its scores may be large numbers"
+            joined = is_joined(bool(node.args[5]), str(node.args[14]))
+            reason = None if joined else "what is added to its scores may be large numbers"
         else:
             reason = no_ring(queries.shape[2], keys.shape[2], node.args[3], node.args[4], bool(node.args[6]))
         if reason is not None and any(id(f) in split for t in (queries, keys) for f in t.dims[2]):

@@ -210,6 +210,30 @@ def test_a_device_has_two_keys_at_least(parts: int) -> None:
         assert any("qk" in text for text in check_rule(target, args, {}, parts=parts, pairs=False)) == (parts == 2)
 
 
+@pytest.mark.parametrize("hides", [masked.ROWS, masked.PLACES])
+def test_rows_that_large_numbers_hide_go_round(hides: str) -> None:
+    """Of one sample some keys are hidden, of the other one all; in a ring and as halos, with a learned table."""
+    least = torch.finfo(torch.float64).min
+    q, k, v, grad, table = (
+        numbers(*shape) for shape in ((2, 4, 8, 4), (2, 2, 8, 4), (2, 2, 8, 6), (2, 4, 8, 6), (15, 4))
+    )
+    bias = torch.zeros(2, 1, 1, 8).double()
+    bias[0, ..., :3], bias[1] = least, least
+    places = [torch.arange(8).view(1, 1, 8, 1), torch.arange(8).view(1, 1, 1, 8)]
+    formula = (
+        '[["aten.sub.Tensor", "%0", "%1"], ["aten.add.Tensor", "%4", 7], ["autopar.look_up.default", "%3", "%5"], '
+        '["aten.add.Tensor", "%6", "%2"]]'
+    )
+    for before, after in ((8, 8), (8, 0), (1, 0)):
+        mask = (formula, True, before, after, 0, 0, 8, 0.7, table, None, hides)
+        saved = masked.attention_masked(q, k, v, [*places, bias], *mask)
+        for target, args in (
+            (masked.attention_masked, (q, k, v, [*places, bias], *mask)),
+            (masked.attention_masked_backward, (grad, q, k, v, [*places, bias], *saved, *mask, True)),
+        ):
+            assert any("qk" in text for text in check_rule(target, args, {}, parts=4, pairs=False))
+
+
 @pytest.mark.parametrize(("before", "after"), [(4, 0), (3, 5), (64, 0), (0, 64), (64, 64), (-2, 9)])
 def test_no_more_is_computed_than_priced(before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bands of rows have all keys that the window shows, and of a device's part few that it hides."""

@@ -129,12 +129,9 @@ def math(
 def math_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, out: Tensor,
     logsumexp: Tensor, dropout_p: float, is_causal: bool, scale: float | None, bias_gradient: bool,
-    cap: float | None = None, by_rows: bool = False, placed: bool = False, shift: Tensor | None = None,
+    cap: float | None = None, placed: bool = False, shift: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Its gradients from what a forward saved (T. Dao et al., "FlashAttention", 2022, appendix B.4).
-
-    If ``by_rows``, all keys of a query are here, and nothing is read off the logarithm.
-    """
+    """Its gradients from what a forward saved (T. Dao et al., "FlashAttention", 2022, appendix B.4)."""
     wide, heads = wide_dtype(query), key.shape[1]
     scores, capped = _products(query, key, scale), None
     if cap is not None:
@@ -142,8 +139,8 @@ def math_backward(
         scores = cap * capped
     scores = _with_bias(scores, bias, is_causal, placed)
     scores = scores if shift is None else scores - shift
-    weights = _softmax(scores)[0] if by_rows else torch.exp(scores - logsumexp.unsqueeze(-1))
-    if bias is not None and shift is None and not by_rows:
+    weights = torch.exp(scores - logsumexp.unsqueeze(-1))
+    if bias is not None and shift is None:
         # A logarithm has lost how many keys there are where all scores are a large number.
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1.0)
     rows = _rows(grad.to(wide), heads)

@@ -223,7 +223,9 @@ class Walk:
         args: Any = node.args
         if not args or not isinstance(args[0], fx.Node):
             return None
-        if value_of(node).device != value_of(args[0]).device:
+        # Of several results, as of `cummax`, one is an element of none of them.
+        values = value_of(node), value_of(args[0])
+        if not all(isinstance(v, torch.Tensor) for v in values) or values[0].device != values[1].device:
             return None
         if node.target in SAME or (
             node.target is aten.slice.Tensor and value_of(node).shape == value_of(args[0]).shape

@@ -99,6 +99,7 @@ FUNCTIONS: dict[str, tuple[Mask, int | None, int | None, bool]] = {
     ),
     "documents": (lambda m, g: same(g["ids"]) & (of() <= at()), None, 0, True),
     "documents in windows": (lambda m, g: same(g["ids"]) & (of() <= at()) & (of() > at() - 4), 3, 0, True),
+    "latest documents": (lambda m, g: same(torch.cummax(g["ids"], 1)[0]) & (of() <= at()), None, 0, True),
     "documents, both ways": (lambda m, g: same(g["ids"]), None, None, True),
     "cumulative lengths": (
         lambda m, g: same(torch.bucketize(of(), g["ends"], right=True)[None]) & (of() <= at()), None, 0, True,

@@ -139,7 +139,7 @@ def backward(
     for rows in _bands(query, key):
         found = kernels.math_backward(
             grad[:, :, rows], query[:, :, rows], key, value, _some(bias, rows), _some(kept, rows), out[:, :, rows],
-            logsumexp[:, :, rows], dropout_p, False, scale, bias_gradient, cap, False, placed, _some(shift, rows),
+            logsumexp[:, :, rows], dropout_p, False, scale, bias_gradient, cap, placed, _some(shift, rows),
         )  # fmt: skip
         of_query[:, :, rows] = found[0]
         of_key += found[1]

@@ -33,6 +33,7 @@ from torch import Tensor
 from autopar.ir.ops import attention_kernels as kernels
 from autopar.ir.ops.attention_kernels import NOTHING
 from autopar.ir.ops.formula import of_tables
+from autopar.ir.ops.formula.attention_block import shift_of
 from autopar.ir.ops.formula.look_up import look_up
 from autopar.ir.ops.formula.of_tables import Of
 
@@ -43,10 +44,14 @@ _MASK = (
     "str formula, bool added, int before, int after, int first_query, int first_key, int positions, float? scale, "
     "Tensor? table=None, float? cap=None, str hides='numbers'"
 )
-_library.define(f"attention_masked({_TENSORS}, {_MASK}) -> (Tensor, Tensor)")
+_library.define(f"attention_masked({_TENSORS}, {_MASK}, Tensor? shift=None) -> (Tensor, Tensor)")
 _library.define(
     f"attention_masked_backward(Tensor grad, {_TENSORS}, Tensor out, Tensor logsumexp, {_MASK}, "
-    "bool table_gradient=False) -> (Tensor, Tensor, Tensor, Tensor)"
+    "bool table_gradient=False, Tensor? shift=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "attention_masked_shift(Tensor query, Tensor[] leaves, str formula, bool added, int before, int after, "
+    "int first_query, int positions, Tensor? table) -> Tensor"
 )
 
 attention_masked = torch.ops.autopar.attention_masked.default
@@ -68,17 +73,25 @@ Args:
     table: ``[rows, heads]`` or ``[rows, 1]``, the formula's last leaf, which it looks up and which may be learned.
     cap: scores are ``cap * tanh(scores / cap)`` before the mask; None: as they are.
     hides: what hides keys: `INFINITY`, `NUMBERS`, `ROWS` or `PLACES`.
+    shift: of the last two, where these are some of the keys: `attention_masked_shift` of all keys.
 
 Returns:
     The result ``[batch, heads, queries, value_head]``, and the logarithm of each query's sum of exponentials; `NOTHING`
-    for a query that sees no key, whose result is zero.
+    for a query that sees no key, whose result is zero. Of `ROWS` and `PLACES` it is that of scores less the shift, see
+    `autopar.ir.ops.formula.attention_block`.
 """
 
 attention_masked_backward = torch.ops.autopar.attention_masked_backward.default
 """Gradients of query, key, value and table; that of the table is empty where it is not asked for."""
 
+attention_masked_shift = torch.ops.autopar.attention_masked_shift.default
+"""The largest number that is added to any score of each query, ``[batch, heads, queries, 1]``; 0 where it sees no key.
+
+Leaves are of all keys; a dim that all of them lack is 1 here, too.
+"""
+
 INFINITY, NUMBERS, ROWS, PLACES = "infinity", "numbers", "rows", "places"
-"""Minus infinity alone, so that parts of a row may be joined; large numbers, too; and maybe all keys of a query.
+"""Minus infinity alone; large numbers, too; and these maybe hide all keys of a query.
 
 Of the last two, large numbers are added to scores, whose gradients are those of the sum, or stand in their places.
 """
@@ -245,36 +258,43 @@ class _Mask:
     @property
     def by_formula(self) -> bool:
         """Whether no kernel computes it."""
-        return self.cap is not None or self.rows[0]
+        return self.cap is not None or self.has_rows
 
     @property
-    def rows(self) -> tuple[bool, bool]:
-        """Whether large numbers may hide all keys of a query, and whether they are in the places of scores."""
-        return self.hides in (ROWS, PLACES), self.hides == PLACES
+    def has_rows(self) -> bool:
+        """Whether large numbers may hide all keys of a query."""
+        return self.hides in (ROWS, PLACES)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, shift: Tensor | None
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Result and logarithm of some queries."""
         if self.by_formula:
-            return kernels.math(query, key, value, bias, None, 0.0, False, self.scale, self.cap, self.rows[1])
+            numbers = (0.0, False, self.scale, self.cap, self.hides == PLACES)
+            return kernels.math(query, key, value, bias, None, *numbers, self._shift(query, bias, shift))
         return kernels.forward(query, key, value, bias, 0.0, False, self.scale)[:2]
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, out: Tensor, log: Tensor,
-        learned: bool,
+        learned: bool, shift: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Gradients of query, key, value and bias."""
         tensors = grad, query, key, value, bias
         if self.by_formula:
             return kernels.math_backward(
-                *tensors, None, out, log, 0.0, False, self.scale, learned, self.cap, *self.rows
+                *tensors, None, out, log, 0.0, False, self.scale, learned, self.cap, self.hides == PLACES,
+                self._shift(query, bias, shift),
             )  # fmt: skip
         return kernels.backward(*tensors, out, log, None, None, 0.0, False, self.scale, learned)
+
+    def _shift(self, query: Tensor, bias: Tensor | None, shift: Tensor | None) -> Tensor | None:
+        return shift_of(query, bias) if self.has_rows and shift is None else shift
 
 
 def _attention_masked(
     query: Tensor, key: Tensor, value: Tensor, leaves: Sequence[Tensor], formula: str, added: bool, before: int,
     after: int, first_query: int, first_key: int, positions: int, scale: float | None, table: Tensor | None = None,
-    cap: float | None = None, hides: str = NUMBERS,
+    cap: float | None = None, hides: str = NUMBERS, shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     mask = _Mask(formula, added, before, after, first_query, first_key, positions, scale, cap, hides)
     wide = kernels.wide_dtype(query)
@@ -286,7 +306,8 @@ def _attention_masked(
             logs.append(query.new_full(some.shape[:3], NOTHING, dtype=wide))
             continue
         bias, unseeing = _bias(query, leaves, table, (start, end, low, high), mask)
-        out, log = mask.forward(some, key[:, :, low:high], value[:, :, low:high], bias)
+        own = None if shift is None else shift[:, :, start:end]
+        out, log = mask.forward(some, key[:, :, low:high], value[:, :, low:high], bias, own)
         if unseeing is not None:
             out, log = out.masked_fill(unseeing.unsqueeze(-1), 0.0), log.masked_fill(unseeing, NOTHING)
         outs.append(out)
@@ -299,7 +320,7 @@ def _attention_masked_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, leaves: Sequence[Tensor], out: Tensor, logsumexp: Tensor,
     formula: str, added: bool, before: int, after: int, first_query: int, first_key: int, positions: int,
     scale: float | None, table: Tensor | None = None, cap: float | None = None, hides: str = NUMBERS,
-    table_gradient: bool = False,
+    table_gradient: bool = False, shift: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     mask = _Mask(formula, added, before, after, first_query, first_key, positions, scale, cap, hides)
     wide = kernels.wide_dtype(query)
@@ -314,7 +335,7 @@ def _attention_masked_backward(
         rows, columns = slice(start, end), slice(low, high)
         found = mask.backward(
             grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], bias, out[:, :, rows],
-            logsumexp[:, :, rows].contiguous(), learned is not None,
+            logsumexp[:, :, rows].contiguous(), learned is not None, None if shift is None else shift[:, :, rows],
         )  # fmt: skip
         of_query[:, :, rows] = found[0]
         of_key[:, :, columns] += found[1]
@@ -322,6 +343,29 @@ def _attention_masked_backward(
         if learned is not None:
             of_table += _of_table(leaves, learned, (start, end, low, high), mask, found[3])
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype), of_table
+
+
+def _attention_masked_shift(
+    query: Tensor, leaves: Sequence[Tensor], formula: str, added: bool, before: int, after: int, first_query: int,
+    positions: int, table: Tensor | None,
+) -> Tensor:  # fmt: skip
+    mask = _Mask(formula, added, before, after, first_query, 0, positions, None, None, ROWS)
+    found = query.new_zeros(_shift_shape(query, leaves, table), dtype=kernels.wide_dtype(query))
+    at_once = found.shape[0] * found.shape[1]
+    for start, end, low, high in bands(query.shape[2], positions, before, after, first_query, 0, positions, at_once):
+        if low < high:
+            bias, _ = _bias(query, leaves, table, (start, end, low, high), mask)
+            found[:, :, start:end] = shift_of(query, bias)
+    return found
+
+
+def _shift_shape(query: Tensor, leaves: Sequence[Tensor], table: Tensor | None) -> list[int]:
+    heads = [1 if table is None else table.shape[1], *(t.shape[1] for t in leaves)]
+    return [max((t.shape[0] for t in leaves), default=1), max(heads), query.shape[2], 1]
+
+
+def _fake_shift(query: Tensor, leaves: Sequence[Tensor], *rest: Any) -> Tensor:
+    return query.new_empty(_shift_shape(query, leaves, rest[-1]), dtype=kernels.wide_dtype(query))
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -340,5 +384,6 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *res
 for _name, _kernel, _shapes in (
     ("attention_masked", _attention_masked, _fake),
     ("attention_masked_backward", _attention_masked_backward, _fake_backward),
+    ("attention_masked_shift", _attention_masked_shift, _fake_shift),
 ):
     kernels.register(_library, _name, _kernel, _shapes)

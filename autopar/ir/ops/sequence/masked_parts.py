@@ -5,8 +5,9 @@ Queries alone: each device is told which it has, and computes the keys that thei
 With keys and values, in one of two ways. Under a window that reaches over fewer devices than there are, the rows that
 it reaches come from the neighbors, one after the other, and gradients of these go back the same way (a halo exchange).
 Else keys and values go round in a ring, as in `autopar.ir.ops.sequence.ring_attention`, with what the formula reads of
-them. Blocks are those of the sequence there: under half a mask the last device computes in every step, the first in
-one, and the cost is that of the last.
+them. Where large numbers may hide all keys of a query, all devices get these leaves before, and logarithms are of
+scores less what is added most, as in `autopar.ir.ops.formula.attention_block`. Blocks are those of the sequence there:
+under half a mask the last device computes in every step, the first in one, and the cost is that of the last.
 
 Functions here are called with local tensors, or with their proxies in a graph; ``context`` is that of a
 `autopar.rules.rule.Lowering`.
@@ -21,7 +22,13 @@ from typing import Any
 import torch
 
 from autopar.ir.ops.balanced_attention import shape_of, value_of
-from autopar.ir.ops.sequence.masked_attention import NUMBERS, attention_masked, attention_masked_backward
+from autopar.ir.ops.sequence.masked_attention import (
+    INFINITY,
+    NUMBERS,
+    attention_masked,
+    attention_masked_backward,
+    attention_masked_shift,
+)
 
 aten = torch.ops.aten
 
@@ -69,6 +76,11 @@ def gradients_of_some_queries(
     return attention_masked_backward(grad, query, key, value, leaves, out, log, *own.backward_arguments)
 
 
+def is_joined(added: bool, hides: str) -> bool:
+    """Whether blocks of keys can be joined: not where kernels add large numbers, in which their logarithms are lost."""
+    return hides != NUMBERS or not added
+
+
 def is_windowed(before: int, after: int, queries: int, keys: int) -> bool:
     """Whether a window hides any key of a whole sequence."""
     return before < queries - 1 or after < keys - 1
@@ -98,9 +110,9 @@ def attend(context: Any, query: Any, key: Any, value: Any, leaves: Any, *mask: A
     work = _Work(context, Mask(*mask), query, key, value, leaves)
     if work.is_near:
         return attention_masked(query, *work.apart(work.halo()), *work.halo_mask().arguments)
-    dtype, wide, found = value_of(query).dtype, None, None
+    dtype, wide, found, shift = value_of(query).dtype, None, None, work.shift()
     for step, block in work.ring():
-        made = attention_masked(query, *work.apart(block), *work.ring_mask(step).arguments)
+        made = attention_masked(query, *work.apart(block), *work.ring_mask(step).arguments, shift)
         wide = value_of(made[1]).dtype
         out, log = _to(made[0], wide), made[1]
         found = (out, log) if found is None else joined(*found, out, log)
@@ -126,11 +138,12 @@ def gradients(
     """
     work = _Work(context, Mask(*mask), query, key, value, leaves)
     head, dtype, wide = shape_of(key)[3], value_of(query).dtype, value_of(log).dtype
+    shift = None if work.is_near else work.shift()
     of_table: list[Any] = []
 
     def call(block: _Block, own: Mask) -> tuple[Any, Any]:
         keys, values, read = work.apart(block)
-        made = attention_masked_backward(grad, query, keys, values, read, out, log, *own.backward_arguments)
+        made = attention_masked_backward(grad, query, keys, values, read, out, log, *own.backward_arguments, shift)
         if own.table_gradient:
             of_table.append(made[3])
         return made[0], _to(aten.cat.default([made[1], made[2]], 3), wide)
@@ -179,7 +192,7 @@ class _Work:
     """One device's part of the keys, and what comes to it."""
 
     def __init__(self, context: Any, mask: Mask, query: Any, key: Any, value: Any, leaves: Sequence[Any]) -> None:
-        self.context, self.mask, self.head = context, mask, shape_of(key)[3]
+        self.context, self.mask, self.query, self.head = context, mask, query, shape_of(key)[3]
         self.size, self.leaves = shape_of(key)[2], list(leaves)
         # Leaves of one key are the same for all of them, and stay.
         self.moving = [i for i, t in enumerate(leaves) if shape_of(t)[3] != 1]
@@ -201,6 +214,21 @@ class _Work:
         index, parts = self.context.axis_index(), self.context.parts
         behind = index + (parts - step)
         return replace(self.mask, first_query=self.first, first_key=(behind - behind // parts * parts) * self.size)
+
+    def shift(self) -> Any:
+        """The largest number that is added to any score of each query; None where it is not needed."""
+        mask = self.mask
+        if mask.hides in (INFINITY, NUMBERS):
+            return None
+        leaves = [self._of_all(t) if i in self.moving else t for i, t in enumerate(self.leaves)]
+        ends = (mask.before, mask.after, self.first, mask.positions)
+        return attention_masked_shift(self.query, leaves, mask.formula, mask.added, *ends, mask.table)
+
+    def _of_all(self, leaf: Any) -> Any:
+        """What all devices have of a leaf that has keys."""
+        shape = shape_of(leaf)
+        last = aten.permute.default(self.context.all_gather(leaf), [1, 2, 3, 0, 4])
+        return aten.reshape.default(last, [*shape[:3], self.context.parts * shape[3]])
 
     def halo_mask(self) -> Mask:
         """Of the keys of this device and its neighbors."""
