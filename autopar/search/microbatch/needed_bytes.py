@@ -30,8 +30,8 @@ of the input is held for that of the weights."""
 
 SPREAD = 0.5
 """Where a microbatch has ``1 / x`` samples for each group of devices with fast links, so that a sample is split along
-slow ones, a plan takes about ``x`` to this power times as long as its kernels. Llama-3-405B on 2,048 nodes takes 1.4
-and 1.6 times as long for 2, 1.4, 1.5 and 2.4 for 4, and 3.7 for 8."""
+slow ones, a plan takes about ``x`` to this power times as long as its kernels. Llama-3-405B on 2,048 nodes takes 1.1
+times as long for 1, 1.4 and 1.6 for 2, 1.3 to 2.3 for 4, and 3.0 for 8."""
 
 
 @dataclass(frozen=True)
