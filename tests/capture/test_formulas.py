@@ -97,7 +97,9 @@ def test_equal_to_eager(name: str) -> None:
 def test_matrices_of_distributions_are_checked_without_a_look_at_them() -> None:
     def evidence(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         covariance = y @ y.T + torch.eye(ROWS, dtype=y.dtype)
-        return -torch.distributions.MultivariateNormal(torch.zeros_like(x[:, 0]), covariance).log_prob(x[:, 0])
+        # Another test, or a library, may have turned the checks off.
+        normal = torch.distributions.MultivariateNormal(torch.zeros_like(x[:, 0]), covariance, validate_args=True)
+        return -normal.log_prob(x[:, 0])
 
     batch = torch.randn(ROWS, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     program = capture(Call(evidence), (batch,))
