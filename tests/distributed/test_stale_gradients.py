@@ -26,6 +26,9 @@ CASES: dict[str, dict[str, Any]] = {
 SLOW = 3
 """The worker that others wait for."""
 
+LATE = 0.5
+"""Seconds by which another one is behind."""
+
 
 def rows(worker: int, step: int) -> dict[str, torch.Tensor]:
     return mlp_batch(WORKERS * step + worker, rows=4)
@@ -162,7 +165,9 @@ def wrong(rank: int) -> str:
         optimizer.step()
     disagreeing.detach()
     model, optimizer, stale = made("SGD", staleness=1)
-    trained(rank, "SGD", model, optimizer, range(2), slow=0.0)
+    trained(rank, "SGD", model, optimizer, range(1), slow=0.0)
+    time.sleep(LATE if rank == 1 else 0.0)
+    trained(rank, "SGD", model, optimizer, range(1, 2), slow=0.0)
     optimizer.param_groups[0]["weight_decay"] = 0.5
     with pytest.raises(AutoparError, match="option 'weight_decay' has changed since stale gradients began"):
         optimizer.step()
@@ -176,10 +181,11 @@ def wrong(rank: int) -> str:
     optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()]})
     with pytest.raises(AutoparError, match="optimizer's groups are others than when stale gradients began"):
         optimizer.step()
+    time.sleep(2 * LATE)  # a gradient of rank 1 comes while the groups are others
     optimizer.param_groups[0]["params"] += optimizer.param_groups.pop()["params"]
     if rank == SLOW:
         return "ended"  # its process is there, and takes what the others send
-    model._autopar.context = replace(model._autopar.context, timeout=20)
+    model._autopar.context = replace(model._autopar.context, timeout=10)
     try:
         trained(rank, "SGD", model, optimizer, range(2, 6))
     except RankError as e:
@@ -187,7 +193,6 @@ def wrong(rank: int) -> str:
     return "did not wait"
 
 
-@pytest.mark.deep  # on a machine that is six times slower than most, pairs of Gloo were closed after 7 s of 60
 def test_bad_input_and_a_worker_that_others_wait_for() -> None:
     ranks = Ranks()
     try:
@@ -198,9 +203,7 @@ def test_bad_input_and_a_worker_that_others_wait_for() -> None:
     for said in ahead:
         # The step that ends in its waiting is not counted.
         assert said.startswith("3 no answer from every rank about step 4 of stale gradients of Mlp"), said
-    # Who is late may wait for one that has given up.
-    late = "waiting for rank 3, which has made 2 steps, and this one 4 (staleness=1)"
-    assert any(late in said for said in ahead), ahead
+        assert "waiting for rank 3, which has made 2 steps, and this one 4 (staleness=1)" in said, said
 
 
 def left_alone(rank: int) -> str:

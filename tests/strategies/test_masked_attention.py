@@ -48,21 +48,27 @@ class Attending(nn.Module):
 
 
 class Learning(nn.Module):
-    """Two layers of causal attention, by a formula, with capped scores and biases that are learned by distance (T5)."""
+    """Two layers of attention by a formula, with capped scores and biases that are learned by distance (T5).
+
+    It is causal, or padding is hidden by a large number.
+    """
 
     def __init__(self, cap: float | None, dropout: float = 0.0) -> None:
         super().__init__()
         self.qkv, self.bias = nn.ModuleList(nn.Linear(8, 24) for _ in range(2)), nn.Embedding(9, 2)
         self.cap, self.dropout = cap, dropout
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
         at = torch.arange(x.shape[1])
         bias = self.bias((at - at[:, None]).clamp(-4, 4) + 4).permute(2, 0, 1)
+        if keep is not None:
+            bias = bias + (1.0 - keep[:, None, None, :].to(x.dtype)) * torch.finfo(x.dtype).min
         for layer in self.qkv:
             q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in layer(x).chunk(3, -1))
             scores = q @ k.mT / 2
             scores = scores if self.cap is None else self.cap * torch.tanh(scores / self.cap)
-            weights = torch.where(at <= at[:, None], scores + bias, -torch.inf).softmax(-1)
+            scores = scores + bias
+            weights = (torch.where(at <= at[:, None], scores, -torch.inf) if keep is None else scores).softmax(-1)
             x = x + (F.dropout(weights, self.dropout) @ v).transpose(1, 2).flatten(2)
         return x.square().mean()
 
@@ -95,6 +101,8 @@ def packed() -> dict[str, Tensor]:
 BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
     **dict.fromkeys(("window", "learned", "capped", "dropped"), lambda: {"x": numbers(ROWS, TOKENS, 8)}),
     "documents": documents,
+    # Of one row three tokens are none, and of the other all.
+    "hidden": lambda: {"x": numbers(ROWS, TOKENS, 8), "keep": padded()["attention_mask"] * torch.tensor([[0], [1]])},
     "mistral": padded,
     "qwen": packed,
     "t5": lambda: {"input_ids": tokens(), "labels": tokens()},
@@ -108,7 +116,9 @@ BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
 }
 
 
-LEARNING: dict[str, tuple[Any, ...]] = {"learned": (None,), "capped": (1.5,), "dropped": (None, 0.5)}
+LEARNING: dict[str, tuple[Any, ...]] = {
+    "learned": (None,), "capped": (1.5,), "dropped": (None, 0.5), "hidden": (None,),
+}  # fmt: skip
 """A cap, and dropout."""
 
 
@@ -162,6 +172,7 @@ def test_models_of_transformers(name: str, axes: dict[str, int]) -> None:
         ("documents", 2, 2),
         ("learned", 2, 2),
         ("capped", 4, 3),
+        ("hidden", 4, 3),
         pytest.param("documents", 4, 8, marks=pytest.mark.deep),
     ],
 )

@@ -235,10 +235,11 @@ class StaleGradients(WorkerExchange):
 
     def _head(self, worker: int) -> int:
         """Numbers before the values of a gradient that goes to a worker."""
-        return 1 + len(self.optimizer.param_groups) + len(self._segments[worker])
+        return 1 + len(self._options) + len(self._segments[worker])
 
     def _arrived(self, sender: int, received: torch.Tensor) -> list[int]:
-        owner, groups = self._made(), len(self.optimizer.param_groups)
+        # Groups as they were at the start: the script may be changing them, which is an error at its next step alone.
+        owner, groups = self._made(), len(self._options)
         head, gradient = parts(received, self._head(self._workers.index), self._dtype)
         lrs, given = head[1 : 1 + groups], [bool(x) for x in head[1 + groups :]]
         return owner.push(sender, gradient, given, lrs)
