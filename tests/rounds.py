@@ -22,7 +22,7 @@ THOROUGH = (
 )  # fmt: skip
 """Tests of what is found, and of what is said of it; others need not find the best."""
 
-_thorough, _priced = find._overlapping, padding.predict
+_thorough, _priced = find._Rounds.run, padding.predict
 
 
 def _once(rounds: find._Rounds) -> Plan:
@@ -37,10 +37,10 @@ def _unpriced(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | 
 
 def search_thoroughly(thoroughly: bool) -> None:
     """From here on, in this process."""
-    find._overlapping = _thorough if thoroughly else _once
+    find._Rounds.run = _thorough if thoroughly else _once  # type: ignore[method-assign]
     padding.predict = _priced if thoroughly else _unpriced
 
 
 def searches_thoroughly() -> bool:
     """Whether searches of this process try all weights."""
-    return find._overlapping is _thorough
+    return find._Rounds.run is _thorough

@@ -74,7 +74,7 @@ def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | No
         return _plain(program, dims, job, classes)
     rounds = _Rounds(program, dims, job, classes, {})
     try:
-        return _overlapping(rounds)
+        return rounds.run()
     except PrunedError:
         raise
     except InfeasibleError as e:
@@ -113,13 +113,8 @@ def _as_predicted(plan: Plan, proof: _Found) -> Certificate:
     return replace(plan.certificate, objective=seconds, lower_bound=min(proof.bound, seconds), space=known.space)
 
 
-def _overlapping(rounds: _Rounds) -> Plan:
-    """The best plan whose collectives run beside kernels."""
-    return rounds.run()
-
-
 class _Rounds:
-    """Searches under several weights, and the best plan of all."""
+    """Searches under several weights, for plans whose collectives run beside kernels, and the best of all."""
 
     def __init__(
         self, program: Program, dims: Dims, job: Job, classes: LayerClasses, placed: dict[str, tuple[Any, ...]]

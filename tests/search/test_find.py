@@ -13,7 +13,6 @@ from autopar.compiler import program_of, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.layout import Split
-from autopar.search import find
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.find import _Rounds, find_plan
 from autopar.search.options import Job
@@ -140,10 +139,12 @@ def test_where_nothing_that_overlaps_is_found_the_bound_is_of_these_plans_too(mo
     program, cluster = program_of(model, batch), Cluster.preset("cpu")
     faster = solve(program, {"a": 4}, cluster, memory=1e9)
 
-    def nothing(rounds: _Rounds) -> autopar.Plan:
-        raise InfeasibleError("none was found", least=rounds.run())
+    run = _Rounds.run
 
-    monkeypatch.setattr(find, "_overlapping", nothing)
+    def nothing(rounds: _Rounds) -> autopar.Plan:
+        raise InfeasibleError("none was found", least=run(rounds))
+
+    monkeypatch.setattr(_Rounds, "run", nothing)
     one_by_one = solve(program, {"a": 4}, cluster, memory=1e9, search=Search(check=True))
     assert not one_by_one.overlap
     bound = faster.certificate.lower_bound

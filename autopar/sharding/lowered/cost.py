@@ -84,19 +84,22 @@ class LoweredCost:
     @cached_property
     def collectives(self) -> Mapping[Collective, int]:
         """How often each collective begins."""
-        parts = (self.before, 1), (self.step, self.times), (self.after, 1)
         found: Counter[Collective] = Counter()
-        for events, times in parts:
-            for made in events:
-                if isinstance(made, Collective):
-                    found[made] += times
+        for made, times in self._counted:
+            if isinstance(made, Collective):
+                found[made] += times
         return found
+
+    @property
+    def _counted(self) -> list[tuple[_Event, int]]:
+        """Events, of those of a step one, and how often each happens."""
+        parts = (self.before, 1), (self.step, self.times), (self.after, 1)
+        return [(event, times) for events, times in parts for event in events]
 
     @cached_property
     def _kernels(self) -> tuple[Work, NDArray[np.int64]]:
         """Kernels, of those of a step one, and how often each runs."""
-        parts = (self.before, 1), (self.step, self.times), (self.after, 1)
-        kernels = [(k.work, n) for events, n in parts for k in events if isinstance(k, _Kernel)]
+        kernels = [(event.work, times) for event, times in self._counted if isinstance(event, _Kernel)]
         works = Work.join([work for work, _ in kernels]) if kernels else stream(np.zeros(0))
         return works, np.array([n for _, n in kernels], dtype=np.int64)
 
@@ -211,15 +214,13 @@ def _drawn(node: fx.Node) -> bool:
 
 @remembered(4096)
 def lowered_cost(operator: Operator, strategy: tuple[str, ...], machine: Machine) -> LoweredCost | None:
-    """What an operator's lowering costs under one strategy name an axis; None if there is none to emit."""
+    """What an operator's lowering costs under one strategy name an axis; None if there is none to emit.
+
+    Of a long ring not all steps are emitted.
+    """
     letters = lowered_letters(operator, strategy)
     if not letters or any(operator.rule.lower[c] is not operator.rule.lower[letters[0]] for c in letters):
         return None
-    return _cost(operator, strategy, letters, machine)
-
-
-def _cost(operator: Operator, strategy: tuple[str, ...], letters: Sequence[str], machine: Machine) -> LoweredCost:
-    """What a lowering does; of a long ring, without emitting all of its steps."""
     sizes = zip(strategy, machine.sizes, strict=True)
     steps = math.prod(n for name, n in sizes if name.partition(".")[0] in letters)
 
