@@ -177,20 +177,21 @@ def _attempt(
     with swapped(model, fake, training, compute, promote) as (inputs, references):
         record = Record(model)
         harness = Harness(model, arguments, loss_fn, training, loss, recorder, record, track, inputs, references, known)
-        try:
-            with torch.set_grad_enabled(training), _quiet(), backward_watched(model, record):
-                joint = _trace(harness, fakes)
-            program = describe(joint, harness, training)
-            require_plain(joint.graph)
-            require_own_seeds(harness.seen.seeded, joint.graph)
-            mark_module_outputs(program)
-            program = _check_gradients(program, harness, fakes, mode)
-        except CaptureError as e:
-            if (promote and inputs) or (track and harness.seen.numbers):
-                raise _MoreConstantsError(e) from e
-            raise
-        finally:
-            record.restore()
+        with record.noted():
+            try:
+                with torch.set_grad_enabled(training), _quiet(), backward_watched(model, record):
+                    joint = _trace(harness, fakes)
+                program = describe(joint, harness, training)
+                require_plain(joint.graph)
+                require_own_seeds(harness.seen.seeded, joint.graph)
+                mark_module_outputs(program)
+                program = _check_gradients(program, harness, fakes, mode)
+            except CaptureError as e:
+                if not record.threads.mixed and ((promote and inputs) or (track and harness.seen.numbers)):
+                    raise _MoreConstantsError(e) from e
+                raise
+            finally:
+                record.restore()
     _require_apart(model, program)
     if harness.seen.added_to:
         raise CaptureError(

@@ -252,7 +252,7 @@ class Harness(nn.Module):
     def _recomputed(self) -> Iterator[None]:
         """While it lasts, a function runs that torch would call again: what it adds to state is noted."""
         assert self.record is not None
-        own = Record(self.model, self.record.reached)
+        own = Record(self.model, self.record.reached, self.record.threads)
         before = {name: (b, b._version) for name, b in self.model.named_buffers()}
         yield
         now = {name: (b, b._version) for name, b in self.model.named_buffers() if name in before}

@@ -16,6 +16,7 @@ import functools
 import gc
 import io
 import os
+import queue
 import random
 import secrets
 import sys
@@ -86,6 +87,15 @@ _SOURCES: tuple[tuple[ModuleType, tuple[str, ...], tuple[str, str]], ...] = (
 )  # fmt: skip
 
 
+_BETWEEN_THREADS = (
+    (threading.Event, ("set", "clear", "wait")),
+    (threading.Condition, ("wait", "wait_for", "notify", "notify_all")),
+    (threading.Barrier, ("wait",)),
+    (threading.Thread, ("start", "join")),
+    (queue.Queue, ("put", "put_nowait", "get", "get_nowait", "qsize", "empty", "full", "join", "task_done")),
+)
+"""What threads tell one another by; a graph does none of it again, and nobody would be woken."""
+
 _FLAGS = (
     (torch.backends.cudnn, ("enabled", "benchmark", "deterministic", "allow_tf32")),
     (torch.backends.mkldnn, ("enabled",)),
@@ -128,7 +138,7 @@ def refused(spaces: Sequence[dict[str, Any]], seeded: list[str]) -> Iterator[Non
     try:
         for space, name, function in put:
             space[name] = refusing[id(function)]
-        with _flags_refused():
+        with _flags_refused(), _messages_refused():
             yield
     finally:
         for space, name, function in put:
@@ -207,6 +217,35 @@ def _flags_refused() -> Iterator[None]:
     finally:
         for kind, name, own, _ in found:
             setattr(kind, name, own)
+
+
+@contextlib.contextmanager
+def _messages_refused() -> Iterator[None]:
+    found = [(kind, name, vars(kind)[name]) for kind, names in _BETWEEN_THREADS for name in names]
+    try:
+        for kind, name, own in found:
+            setattr(kind, name, _message(f"{kind.__qualname__}.{name}", own))
+        yield
+    finally:
+        for kind, name, own in found:
+            setattr(kind, name, own)
+
+
+def _message(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    thread = get_ident()
+
+    @functools.wraps(function)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if get_ident() == thread and is_users_file(file) and not is_installed(file):
+            raise CaptureError(
+                f"the model deals with other threads in forward ({name} at {file}:{line}), which a graph would not do "
+                "again; do it before or after the call, and pass what comes of it as an argument"
+            )
+        return function(*args, **kwargs)
+
+    return refusing
 
 
 def _refuse(

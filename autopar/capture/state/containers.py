@@ -5,9 +5,12 @@ A `Path` leads from a module to a value through containers, a `Step` from a cont
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import types
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from threading import get_ident
 from typing import Any
 
 from torch import nn
@@ -38,8 +41,8 @@ def is_reordered(container: Any, before: Mapping[Step, Any], now: Mapping[Step, 
     return list(map(hash, items)) != list(map(hash, [*kept, *(s for s in items if s not in before)]))
 
 
-def restore(container: Any, before: Mapping[Step, Any]) -> None:
-    """Make a container hold just what it held."""
+def restore(container: Any, before: Mapping[Step, Any], others: Collection[Step] = ()) -> None:
+    """Make a container hold just what it held, but for what belongs to others."""
     # In place: others may refer to the same list.
     if isinstance(container, list | deque | set):
         items = [v for (kind, _), v in before.items() if kind == "item"]
@@ -49,12 +52,12 @@ def restore(container: Any, before: Mapping[Step, Any]) -> None:
     # What a dict does not have any more would come to be its last item.
     anew = isinstance(container, dict) and list(map(hash, now)) != list(map(hash, before))
     for step in now:
-        if step not in before or (anew and step[0] == "item"):
+        if (step not in before and step not in others) or (anew and step[0] == "item"):
             delete(container, step)
     now = contents(container)
     # Only what has changed: an assignment may run the user's __setitem__.
     for step, value in before.items():
-        if step not in now or now[step] is not value:
+        if step not in others and (step not in now or now[step] is not value):
             put(container, step, value)
 
 
@@ -117,3 +120,63 @@ def find(model: nn.Module, module: str, path: Path) -> Any:
             # Not getattr: a property or __getattr__ of the user's class would run.
             value = dict(attributes_of(value))[kind, key]
     return value
+
+
+class Threads:
+    """Attributes of a model's objects that are assigned while it is captured: what other threads assign is theirs.
+
+    Assignments are seen, and no writes to items of dicts and lists: these classes cannot be replaced.
+    """
+
+    def __init__(self) -> None:
+        """Of the thread that captures."""
+        self._own = get_ident()
+        # With the object: while it is alive, no other one can have its id.
+        self._theirs: dict[tuple[int, str], Any] = {}
+        self._ours: set[tuple[int, str]] = set()
+
+    def wrote(self) -> bool:
+        """Whether another thread has assigned anything."""
+        return bool(self._theirs)
+
+    def steps_of(self, container: Any) -> frozenset[Step]:
+        """What other threads have assigned in an object."""
+        return frozenset(("attr", name) for i, name in list(self._theirs) if i == id(container))
+
+    def both(self, container: Any, name: Any) -> bool:
+        """Whether the thread that captures has assigned it, too."""
+        return (id(container), name) in self._theirs and (id(container), name) in self._ours
+
+    @property
+    def mixed(self) -> bool:
+        """Whether anything has been assigned by both: what it was before cannot be told."""
+        return not self._ours.isdisjoint(self._theirs)
+
+    @contextlib.contextmanager
+    def noted(self, containers: Iterable[Any]) -> Iterator[None]:
+        """While it lasts, assignments to attributes of these objects, and of others of their classes, are noted."""
+        kinds = {type(c) for c in containers if hasattr(c, "__dict__")} if len(sys._current_frames()) > 1 else set()
+        before: list[tuple[type, Any]] = []
+        try:
+            for kind in kinds:
+                own = vars(kind).get("__setattr__")
+                with contextlib.suppress(TypeError):  # a class of C cannot be changed, nor can its attributes
+                    kind.__setattr__ = self._noting(kind.__setattr__)
+                    before.append((kind, own))
+            yield
+        finally:
+            for kind, own in before:
+                if own is None:
+                    del kind.__setattr__
+                else:
+                    kind.__setattr__ = own
+
+    def _noting(self, assign: Any) -> Any:
+        def noting(value: Any, name: str, new: Any) -> None:
+            if get_ident() == self._own:
+                self._ours.add((id(value), name))
+            else:
+                self._theirs[id(value), name] = value
+            assign(value, name, new)
+
+        return noting

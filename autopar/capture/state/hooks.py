@@ -114,12 +114,16 @@ class Hooks(TorchFunctionMode):
         """The state of the model now."""
         # Walking through a model takes long, and there may be a hook on every module.
         if self._latest is None or self._latest.has_changed():
-            self._latest = Record(self._model, self._record.reached)
+            self._latest = Record(self._model, self._record.reached, self._record.threads)
         return self._latest
 
     def _watch_values(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any, **kwargs: Any) -> Any:
-            state, versions, registered = Record.of(hook), self._fingerprint(args), self._registered
+            state, versions, registered = (
+                Record.of(hook, self._record.threads),
+                self._fingerprint(args),
+                self._registered,
+            )
             own, known = self._own_state(), self._counted.get((module, at))
             state.track(known or ())
             try:
@@ -164,7 +168,7 @@ class Hooks(TorchFunctionMode):
 
     def _watch_gradients(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any) -> Any:
-            state, versions = Record.of(hook), _versions(args)
+            state, versions = Record.of(hook, self._record.threads), _versions(args)
             own = self._own_state()
             result = hook(*args)
             changed = state.has_changed() or own.has_changed()
@@ -227,7 +231,7 @@ def backward_watched(model: nn.Module, record: Record) -> Iterator[None]:
     before = kind.apply
 
     def apply(self: Any, *gradients: Any) -> Any:
-        own = Record(model, record.reached)
+        own = Record(model, record.reached, record.threads)
         result = before(self, *gradients)
         if own.has_changed():
             raise CaptureError(

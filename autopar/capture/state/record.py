@@ -13,6 +13,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MappingView
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,11 +23,11 @@ from torch import nn
 from autopar._torch_compat import is_traced
 from autopar.capture.settings import SETTINGS
 from autopar.capture.state.code.search import Search, search
-from autopar.capture.state.containers import contents, differs, is_reordered, put, restore
+from autopar.capture.state.containers import Threads, contents, differs, is_reordered, put, restore
 from autopar.capture.state.driven import Driven, is_driven
 from autopar.capture.state.skeleton import Existing, NewObject, Skeleton, has_leaf, kind_of
 from autopar.capture.state.slots import HOOK_TABLES, SCOPES, code_of, hooks_of, name_of, own_attributes
-from autopar.capture.state.tracked import Tracked, computed_from, is_tracked, operations_of, plain
+from autopar.capture.state.tracked import Tracked, computed_from, is_tracked, operations_of, plain, value_of
 from autopar.capture.state.values import (
     BUFFERS,
     DEEPEST,
@@ -58,8 +59,15 @@ _FIXED = (tuple, set, frozenset, weakref.ref, weakref.WeakSet, MappingView, type
 class Record:
     """The state of a model at one point in time."""
 
-    def __init__(self, model: nn.Module, reached: Search | None = None) -> None:
-        """The state now; ``reached``: what the model's code reads, where that is known."""
+    def __init__(self, model: nn.Module, reached: Search | None = None, threads: Threads | None = None) -> None:
+        """The state now.
+
+        Args:
+            model: whose.
+            reached: what the model's code reads, where that is known.
+            threads: what other threads assign meanwhile.
+        """
+        self.threads = threads or Threads()
         self._containers: list[tuple[str, Path, Any, dict[Step, Any]]] = []
         # With the object itself: while it is alive, no other one can have its id.
         self._existing: dict[int, tuple[Existing, Any]] = {}
@@ -85,9 +93,10 @@ class Record:
                 self._containers.append((name, (("attr", table),), hooks, contents(hooks)))
 
     @classmethod
-    def of(cls, value: Any) -> Record:
+    def of(cls, value: Any, threads: Threads | None = None) -> Record:
         """The state that a function, or any other value, refers to; modules and what is in them are left out."""
         record = cls.__new__(cls)
+        record.threads = threads or Threads()
         record._containers, record._existing, record._arrays, record._generators = [], {}, [], []
         record._tracked, record._tensors = {}, set()
         record._visit("", (), value, 0)
@@ -114,6 +123,7 @@ class Record:
 
     def has_changed(self, outside: Record | None = None) -> bool:
         """Whether any container differs that is none of another record's."""
+        self._leave_to_threads()
         others = {id(container) for _, _, container, _ in outside._containers} if outside is not None else set()
         # Most are tables of hooks, and empty.
         full = (c for c in self._containers if c[3] or not isinstance(c[2], dict) or c[2])
@@ -134,15 +144,33 @@ class Record:
 
     def restore(self) -> None:
         """Give every container what it held, and every array the elements that it had."""
+        self._leave_to_threads()
         for _, _, container, before in self._containers:
             now = contents(container)
             if differs(before, now) or is_reordered(container, before, now):
-                restore(container, before)
+                restore(container, before, self.threads.steps_of(container))
         for _, values, elements in self._arrays:
             if not _same_elements(values, elements):
                 values[:] = elements
         for _, generator, state in self._generators:
             set_generator_state(generator, state)
+
+    def noted(self) -> AbstractContextManager[None]:
+        """While it lasts, what other threads assign to attributes is noted, and stays."""
+        return self.threads.noted([c for _, _, c, _ in self._containers])
+
+    def _leave_to_threads(self) -> None:
+        """What other threads have assigned since counts as if it had been there before."""
+        for module, path, container, before in self._containers if self.threads.wrote() else ():
+            for step in self.threads.steps_of(container):
+                now = contents(container)
+                if step not in now:
+                    before.pop(step, None)
+                    continue
+                if is_tracked(now[step]):
+                    put(container, step, value_of(now[step]))
+                before[step] = value_of(now[step])
+                self._tracked.pop((module, (*path, step)), None)
 
     def guard_iterators(self) -> None:
         """Put a `Driven` in place of iterators: how far a call takes them cannot be undone."""
@@ -153,6 +181,7 @@ class Record:
 
     def changed_numbers(self) -> list[tuple[str, Path]]:
         """Paths of plain numbers that have changed since, to plain numbers."""
+        self._leave_to_threads()
         found = []
         for module, path, container, before in self._containers:
             now = contents(container)
@@ -199,6 +228,8 @@ class Record:
         Raises:
             CaptureError: something has changed that cannot be written after a call.
         """
+        self._require_apart()
+        self._leave_to_threads()
         self._require_arrays_unchanged()
         self._require_no_draws()
         self._read_moved_numbers()
@@ -240,11 +271,22 @@ class Record:
                     yield module, path, container, step, {}, now
             if not differs(before, now) or is_reordered(container, before, now):
                 continue
-            for step in [*before, *(s for s in now if s not in before)]:
+            # Asked after what is there now: other threads go on.
+            theirs = self.threads.steps_of(container)
+            for step in [s for s in (*before, *(s for s in now if s not in before)) if s not in theirs]:
                 both = step in now and step in before
                 # What `guard_iterators` put there is no write of the call.
                 if not both or not (now[step] is before[step] or type(now[step]) is Driven):
                     yield module, path, container, step, before, now
+
+    def _require_apart(self) -> None:
+        for module, path, container, before in self._containers:
+            for step in [s for s in before if self.threads.both(container, s[1])]:
+                raise CaptureError(
+                    f"a call of the model sets {name_of(module, (*path, step))}, and so does another thread while the "
+                    "model is captured: which of them it was cannot be told; let each have an attribute of its own, or "
+                    "call the model once before the thread starts"
+                )
 
     def _require_arrays_unchanged(self) -> None:
         for name, values, elements in self._arrays:

@@ -56,6 +56,11 @@ def plain(value: Any) -> Any:
     return _read(value, "operand") if is_tracked(value) else value
 
 
+def value_of(value: Any) -> Any:
+    """The number of a tracked one, which does not count as read; any other value as it is."""
+    return value._tracked[0] if is_tracked(value) else value
+
+
 def operations_of(value: Tracked) -> tuple[Operation, ...] | None:
     """What was computed; None: the value was read somewhere."""
     _, operations, reads = value._tracked

@@ -8,8 +8,11 @@ import enum
 import functools
 import hashlib
 import logging
+import multiprocessing.queues
+import queue
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import defaultdict, deque
@@ -36,6 +39,9 @@ BUFFERS = (bytearray, memoryview, array.array)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 """Generators of random numbers that are no tensors."""
 
+_BETWEEN_THREADS: tuple[type, ...] = (threading.Condition, queue.Queue, multiprocessing.queues.Queue)
+"""What threads pass one another: forward may not ask for it, and who waits there is no state of the model."""
+
 _VIEWS = (MappingView, weakref.WeakSet)
 
 DEEPEST = 12
@@ -57,14 +63,15 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
     if type(value) in weakref.ProxyTypes:  # before it is asked for its class, which is that of what it stands for
         return _behind(_target(value))
     if isinstance(value, Mapping):
-        inner = [(("item", k), v) for k, v in value.items()]
+        # A list of them at once, here and below: another thread may add some meanwhile.
+        inner = [(("item", k), v) for k, v in list(value.items())]
         return inner + attributes_of(value) if type(value) is not dict else inner
     if isinstance(value, list | tuple | deque | KeysView | ValuesView | ItemsView):
-        inner = [(("item", i), v) for i, v in enumerate(value)]
+        inner = [(("item", i), v) for i, v in enumerate(list(value))]
         return inner if type(value) in (list, tuple) else inner + attributes_of(value)
     if isinstance(value, set | frozenset | weakref.WeakSet):
         # Sorted by text: the order of a set differs from process to process.
-        inner = [(("item", repr(v)), v) for v in sorted(value, key=repr)]
+        inner = [(("item", repr(v)), v) for v in sorted(list(value), key=repr)]
         return inner if type(value) in (set, frozenset, weakref.WeakSet) else inner + attributes_of(value)
     if isinstance(value, nn.Module):  # one that is no submodule
         tables = [(("attr", n), t) for table in (value._parameters, value._buffers, value._modules)
@@ -86,7 +93,7 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
     if isinstance(value, SIMPLE) and has_attributes(value):
         return attributes_of(value)
     others = torch.Tensor | type | types.ModuleType | np.ndarray | logging.Logger
-    if isinstance(value, SIMPLE) or isinstance(value, others):
+    if isinstance(value, SIMPLE) or isinstance(value, others) or isinstance(value, _BETWEEN_THREADS):
         return None
     if isinstance(value, weakref.ref):
         return _behind(value())
@@ -154,7 +161,7 @@ def _is_users(kind: type) -> bool:
 
 def attributes_of(value: Any) -> list[tuple[Step, Any]]:
     """Attributes of an object: those in its ``__dict__``, and those in slots."""
-    found = [(("attr", n), v) for n, v in vars(value).items()] if hasattr(value, "__dict__") else []
+    found = [(("attr", n), v) for n, v in list(vars(value).items())] if hasattr(value, "__dict__") else []
     if isinstance(value, defaultdict):
         found.append((("attr", "default_factory"), value.default_factory))
     return found + [(("attr", n), getattr(value, n)) for n in slots_of(type(value)) if hasattr(value, n)]
