@@ -64,6 +64,7 @@ from autopar._torch_compat.operators import (
     storage_id,
     tensors_in,
     traced_functions,
+    without_trackers,
     written_by,
 )
 from autopar._torch_compat.pipelining import pipeline_runtime, torch_schedule
@@ -164,6 +165,7 @@ __all__ = [
     "tracing",
     "without_modes",
     "without_ordered_effects",
+    "without_trackers",
     "without_users_modes",
     "written_by",
 ]

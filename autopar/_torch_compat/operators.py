@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -53,13 +54,32 @@ def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return tensors_in([value for name, value in named if name in names])
 
 
-def hooks_of_all_modules() -> list[Callable[..., Any]]:
-    """Hooks that are called at every call of any module, as `register_module_forward_hook` registers them."""
+def _tables_of_all_modules() -> tuple[dict[int, Any], ...]:
     from torch.nn.modules import module
 
-    tables = (module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks,
-              module._global_backward_pre_hooks)  # fmt: skip
-    return [hook for table in tables for hook in table.values()]
+    return (module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks,
+            module._global_backward_pre_hooks)  # fmt: skip
+
+
+def hooks_of_all_modules() -> list[Callable[..., Any]]:
+    """Hooks that are called at every call of any module, as `register_module_forward_hook` registers them."""
+    return [hook for table in _tables_of_all_modules() for hook in table.values()]
+
+
+@contextmanager
+def without_trackers() -> Iterator[None]:
+    """While it lasts, torch's own hooks on all modules are not called: those that count, by module, what is run."""
+    tables = [(table, dict(table)) for table in _tables_of_all_modules()]
+    try:
+        for table, before in tables:
+            for number, hook in before.items():
+                if (getattr(hook, "__module__", None) or "").startswith("torch."):
+                    del table[number]
+        yield
+    finally:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -30,6 +30,7 @@ from autopar._torch_compat import (
     resampling_as_operators,
     storage_id,
     without_ordered_effects,
+    without_trackers,
     without_users_modes,
 )
 from autopar.capture.decompositions import decompositions
@@ -100,7 +101,7 @@ def capture(
         _attempt, model, tensors, arguments, loss_fn=loss_fn, loss=loss, training=training, compute=compute
     )
     # The user's modes see what a step computes, as they do in eager mode, and not how it is traced.
-    with without_users_modes():
+    with without_users_modes(), without_trackers():
         program: Program = floats.watched(arguments.numbers, partial(_with_fewest_constants, attempt))
     return program
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch_compat import forget_fake_results, new_fake_results
+from autopar._torch_compat import forget_fake_results, new_fake_results, without_trackers, without_users_modes
 from autopar.capture.state.hooks import refuse_hooks_of_all_modules
 from autopar.capture.state.slots import Slots
 from autopar.errors import AutoparError, PlanError
@@ -280,7 +280,10 @@ class Session:
         states = {c: self.slots.signature(c) for c in (False, True)}
         # Whoever plans ahead can wait for a search of all plans; a call cannot.
         before = None if ahead else self.first
-        with options.observer.specializing(), new_fake_results() as results:
+        # The user's modes see what a step computes, as they do in eager mode, and not how it is planned.
+        with (
+            options.observer.specializing(), without_users_modes(), without_trackers(), new_fake_results() as results,
+        ):  # fmt: skip
             found = specialize(
                 self.original, request, options, self.context,
                 placements=placements, weights=weights, known=others, before=before,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,6 +156,17 @@ def test_a_hook_on_all_modules(register: Callable[..., Any], handles: list[Any])
     handles.pop().remove()
     with FlopCounterMode(display=False):  # which has its own
         model(batch(0))
+
+
+def test_operations_of_a_first_call_are_counted_as_in_eager_mode() -> None:
+    """Torch's counter registers hooks on all modules, and on tensors."""
+    made = Model(lambda m, x: m.f(x))
+    counts = []
+    for model in (made, parallelize(copy.deepcopy(made), None)):
+        with FlopCounterMode(display=False) as counter:
+            model(batch(0)).backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 CHECKPOINTED: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {

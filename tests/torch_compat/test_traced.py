@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from autopar import _torch_compat as compat
 
@@ -64,6 +65,15 @@ def test_modes() -> None:
     assert torch.equal(negative, -x)
     with compat.FakeTensorMode(), compat.without_users_modes():
         assert isinstance(torch.ones(2), compat.FakeTensor)
+
+
+def test_torchs_trackers_are_left_out() -> None:
+    with FlopCounterMode(display=False):
+        before = compat.hooks_of_all_modules()
+        with compat.without_trackers():
+            assert not compat.hooks_of_all_modules()
+        assert compat.hooks_of_all_modules() == before
+        assert before
 
 
 def test_a_lazy_graph_module_follows_its_graph() -> None:

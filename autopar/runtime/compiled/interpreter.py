@@ -93,6 +93,8 @@ class Interpreter(Executables[Callable[[list[Any]], Any]]):
             node.target = DIRECT.get(node.target, node.target)
 
         def call(*arguments: Any) -> Any:
+            # A lazy graph's first forward is a call of a module, which hooks on all modules would see.
+            LazyGraphModule.force_recompile(outer)
             with below(), interpreting():
                 return outer.forward(*arguments)
 
