@@ -139,12 +139,12 @@ def test_where_nothing_that_overlaps_is_found_the_bound_is_of_these_plans_too(mo
     program, cluster = program_of(model, batch), Cluster.preset("cpu")
     faster = solve(program, {"a": 4}, cluster, memory=1e9)
 
-    run = _Rounds.run
+    first = _Rounds.first
 
     def nothing(rounds: _Rounds) -> autopar.Plan:
-        raise InfeasibleError("none was found", least=run(rounds))
+        raise InfeasibleError("none was found", least=first(rounds))
 
-    monkeypatch.setattr(_Rounds, "run", nothing)
+    monkeypatch.setattr(_Rounds, "first", nothing)
     one_by_one = solve(program, {"a": 4}, cluster, memory=1e9, search=Search(check=True))
     assert not one_by_one.overlap
     bound = faster.certificate.lower_bound

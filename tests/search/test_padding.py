@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,11 @@ from autopar.ir.layout import Factor, Replicate, Split
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.search import padding as padded
-from autopar.search.find import find_plan
+from autopar.search.find import Begun, begin
 from autopar.search.options import Job, Search
 from autopar.search.padding import padded_size, paddings
 from autopar.sharding.dims import Dims, analyze
+from autopar.sharding.layer_classes import LayerClasses
 from tests.passes.test_pad_dims import BATCH, Heads, Masked, OwnWeights, Sloped, Tokens
 from tests.sharding.test_layer_classes import FAST
 
@@ -96,11 +96,11 @@ def test_the_cheaper_one_is_chosen() -> None:
 def test_two_searches_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = []
 
-    def recorded(program: Program, dims: Dims, job: Job, *rest: Any) -> Plan:
+    def recorded(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Begun:
         limits.append(job.search.time_limit)
-        return find_plan(program, dims, job, *rest)
+        return begin(program, dims, job, classes)
 
-    monkeypatch.setattr(padded, "find_plan", recorded)
+    monkeypatch.setattr(padded, "begin", recorded)
     program = captured()
     slow_plan(program, time_limit=40.0)
     slow_plan(program, time_limit=40.0, padding=False)
