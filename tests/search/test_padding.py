@@ -15,6 +15,7 @@ from autopar.ir.layout import Factor, Replicate, Split
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.search import padding as padded
+from autopar.search.budget.cutoff import Cutoff
 from autopar.search.find import Begun, begin
 from autopar.search.options import Job, Search
 from autopar.search.padding import padded_size, paddings
@@ -105,6 +106,33 @@ def test_two_searches_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
     slow_plan(program, time_limit=40.0)
     slow_plan(program, time_limit=40.0, padding=False)
     assert limits == [20.0, 20.0, 40.0]
+
+
+def test_of_two_searches_the_slower_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without padding its first plan is slower and its bound higher: it is searched once, and its bound still counts."""
+    program = program_of(Wide(), (torch.randn(2, 16), torch.tensor([1020, 3])))
+    whole = slow_plan(program)
+    began: list[Begun] = []
+    cutoffs: list[Cutoff | None] = []
+
+    def recorded(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Begun:
+        found = begin(program, dims, job, classes)
+        began.append(found)
+
+        def rest(cutoff: Cutoff | None) -> Plan:
+            cutoffs.append(cutoff)
+            return found.rest(cutoff)
+
+        return replace(found, rest=rest)
+
+    monkeypatch.setattr(padded, "begin", recorded)
+    best = slow_plan(program, check=True)
+    assert [cutoff is None for cutoff in cutoffs] == [False, True]
+    assert best.padding and best.certificate.objective == whole.certificate.objective
+    assert best.certificate.lower_bound <= min(each.plan.certificate.lower_bound for each in began)
+    assert best.certificate.checked is not None  # of both
+    assert not began[0].is_beaten(None)
+    assert not began[1].is_beaten(began[0].plan)  # slower, though its bound is higher
 
 
 class Odd(nn.Module):
