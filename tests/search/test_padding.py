@@ -109,7 +109,7 @@ def test_two_searches_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_of_two_searches_the_slower_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without padding the first plan is slower, and the bound higher: it is searched once, and its bound still counts."""
+    """Without padding the first plan is slower and the bound higher: there is one search, and its bound counts."""
     program = program_of(Wide(), (torch.randn(2, 16), torch.tensor([1020, 3])))
     whole = slow_plan(program)
     began: list[Begun] = []
