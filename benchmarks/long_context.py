@@ -29,7 +29,7 @@ from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
-from autopar.strategies import attention
+from autopar.strategies.attention import operators as attention
 
 HIDDEN, HEADS, LAYERS = 1024, 8, 2
 

@@ -68,6 +68,15 @@ def pad(program: Program, shapes: Shapes) -> Program:
     """
     if not shapes:
         return program
+    # Remembered: a search, and who asks what its plan says, would analyze one more program each.
+    key = ("padded", tuple(sorted(shapes.items())))
+    if key not in program.memo:
+        program.memo[key] = _padded(program, shapes)
+    found: Program = program.memo[key]
+    return found
+
+
+def _padded(program: Program, shapes: Shapes) -> Program:
     dims = analyze(program)
     padded = _Padding(program, dims, padded_factors(program, dims, shapes)).run()
     if program.repeat is None:

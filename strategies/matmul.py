@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autopar.ir.ops import float8, routing
-from autopar.rules.rule import MATRIX, ROW_MAJOR, Lowering, Padding, Rule, Spec, letters, rule
+from autopar.rules.rule import ALIGNED, MATRIX, ROW_MAJOR, Lowering, Padding, Rule, Spec, letters, rule
 
 aten = torch.ops.aten
 
@@ -155,9 +155,12 @@ def torch_grouped_mm(
     ragged = {(2, 3): "s", (3, 2): "n", (2, 2): "k"}.get((rows.ndim, weight.ndim), "") if ends else ""
     inputs = ",".join([row, column, *["e"] * (ends is not None)])
     flops = 2.0 * rows.shape[-2] * rows.shape[-1] * weight.shape[-1]
+    # Rows, or columns, begin at multiples of so many bytes: which of both are whole is a matter of strides.
+    aligned = ALIGNED // getattr(rows.dtype, "itemsize", 4)
     return Rule(
         f"{inputs}->{result}", reduce="k", blocked="e" if ends else "", linear=((0,), (1,)), flops=flops,
         strides=(MATRIX, MATRIX, *[ROW_MAJOR] * (ends is not None)), counts={ragged: (2,)} if ragged else {},
+        multiples={c: aligned for c in "skn" if c != ragged},
     )  # fmt: skip
 
 

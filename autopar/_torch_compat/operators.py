@@ -133,6 +133,58 @@ def scaled_mm(
         return (torch.mm(a.float(), b.float()) * scale_a * scale_b).to(dtype)
 
 
+@torch.library.register_fake("aten::_grouped_mm")  # type: ignore[untyped-decorator]
+def _grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """A grouped product of fake tensors, of all dtypes that kernels take, with their errors and strides.
+
+    Torch's own takes bfloat16 alone, and says of a CPU's result that its rows follow one another.
+    """
+    names = {torch.float64: "Double", torch.int32: "Int", torch.int64: "Long"}
+    got = names.get(mat_a.dtype, str(mat_a.dtype))
+    taken = mat_a.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    _require(taken, f"Expected mat_a to be Float32, BFloat16 or Float16 matrix, got {got}")
+    _require(mat_a.dtype == mat_b.dtype, "expected m1 and m2 to have the same dtype")
+    _require(mat_a.ndim in (2, 3) and mat_b.ndim in (2, 3), "mat_a and mat_b have to be 2 or 3d")
+    # Of two matrices the groups are parts of what is summed over, of one of rows or columns.
+    joint, ragged = mat_a.ndim == mat_b.ndim, 2 in (mat_a.ndim, mat_b.ndim)
+    said = "Have to provide offsets if there is a 2d matrix, or no offset if both matrices are 3d"
+    _require((offs is not None) == ragged, said)
+    _require(offs is None or offs.dtype == torch.int32, "Offsets have to be int32")
+    _require(bias is None, "Bias not supported yet")
+    _require(out_dtype in (None, mat_a.dtype), "Grouped gemm output dtype must match `mat_a` dtype")
+    same = (ragged and joint) or mat_a.shape[-1] == mat_b.shape[-2]
+    _require(same, "contraction dimension of mat_a and mat_b must match")
+    groups = [t.shape[0] for t in (mat_a, mat_b, offs) if t is not None and (t.ndim == 3 or t is offs)]
+    unequal = "matrix batch sizes have to match" if ragged else "batched dimension has to match"
+    _require(all(n == groups[0] for n in groups), unequal)
+    for mat in (mat_a, mat_b):
+        _check_rows(mat)
+    rows, columns, aligned = mat_a.shape[-2], mat_b.shape[-1], 16 // mat_a.element_size()
+    padded = (columns + aligned - 1) // aligned * aligned
+    shape, strides = (groups[:1], [rows * padded]) if joint else ([], [])
+    return mat_a.new_empty_strided([*shape, rows, columns], [*strides, padded, 1])
+
+
+def _check_rows(mat: torch.Tensor) -> None:
+    """As kernels do: rows or columns are whole, and each begins at a multiple of 16 bytes."""
+    (rows, columns), (down, along) = mat.shape[-2:], mat.stride()[-2:]
+    whole = (down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns))
+    _require(whole, f"Invalid strides/sizes, got {[*mat.stride()]} for strides and {[*mat.shape]} for sizes")
+    longer = along if down == 1 and along >= max(1, rows) else down
+    _require(longer * mat.element_size() % 16 == 0, "strides should be multiple of 16 bytes")
+
+
+def _require(met: bool, said: str) -> None:
+    if not met:
+        raise RuntimeError(said)
+
+
 def pytree_node(kind: type) -> Any:
     """How torch's pytrees take an instance of a class apart (``flatten_fn``, ``unflatten_fn``); None: they do not."""
     return _pytree.SUPPORTED_NODES.get(kind)

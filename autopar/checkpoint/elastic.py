@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -352,10 +351,9 @@ class _Memory:
         context = self._context
         tensors, describe = collected(self._model, optimizer, step, None, stateful, "elastic()")
         random = generators.states()
+        alike = generators.alike(random, context)
         # Behind these all ranks have done the step, and written what was to be written before it.
-        manifest, first = context.decide(lambda: (describe(list(random)), random), "a snapshot of the state")
-        digests = context.gather({n: _digest(s) for n, s in random.items()}, "the states of random generators")
-        alike = [n for n in first if all(of_rank.get(n) == digests[0][n] for of_rank in digests)]
+        manifest, first = context.decide(lambda: (describe(list(random), alike), random), "a snapshot of the state")
         parts = {name: (box_of(t), t.to_local() if isinstance(t, DTensor) else t) for name, t in tensors.items()}
         for prefix, states in ((OWN, random), (FIRST, first)):
             parts |= {f"{prefix}{n}": (box_of(state), state) for n, state in states.items()}
@@ -392,7 +390,3 @@ def _together(parts: list[dict[str, Box]]) -> dict[str, list[Box]]:
 def _states(snapshot: Snapshot, prefix: str) -> dict[str, torch.Tensor]:
     """States of random generators, by name."""
     return {n.removeprefix(prefix): snapshot.tensor(n).clone() for n in snapshot.boxes if n.startswith(prefix)}
-
-
-def _digest(state: torch.Tensor) -> str:
-    return hashlib.sha256(state.cpu().numpy().tobytes()).hexdigest()

@@ -40,6 +40,9 @@ MOST_BYTES = 2**30
 RANDOM_CALLS = "random_calls"
 """Name of the number of the model's calls that drew random numbers, in a manifest."""
 
+ALIKE = "alike"
+"""Name of the names of random generators that were in one state on all ranks, in a manifest."""
+
 WORKERS = "workers"
 """Name of the number of workers that train apart, in a manifest."""
 
@@ -85,7 +88,8 @@ class Loaded:
         folder: of the checkpoint.
         step: as it was given to `save`.
         extra: likewise.
-        same_random_numbers: whether random generators go on as they were: on as many ranks as saved them.
+        same_random_numbers: whether random generators go on as they were: on as many ranks as saved them, or where
+            all were in one state on all ranks.
     """
 
     folder: Path
@@ -143,7 +147,8 @@ def save(
         earlier.wait()
     tensors, describe = collected(model, optimizer, step, extra, stateful, "checkpoint.save()")
     random = generators.states()
-    manifest = context.together(lambda: describe(list(random)), "checkpoint.save()")
+    alike = generators.alike(random, context)
+    manifest = context.together(lambda: describe(list(random), alike), "checkpoint.save()")
     tensors.update({f"random.{context.rank}.{name}": state for name, state in random.items()})
 
     # Of one name for all workers: by that they find the last which all of them have.
@@ -192,17 +197,18 @@ def load(
     # A worker that begins from another's part draws numbers of its own.
     own_part = context.workers is None or found.parent == worker_folder(Path(folder), model)
     same = known.world == math.prod(context.sizes) and own_part
-    own: dict[str, torch.Tensor] = {}
-    if same:
-        expected = generators.states()
-        own = {f"random.{context.rank}.{n}": torch.empty_like(expected[n]) for n in known.generators if n in expected}
+    # In another world those that were alike on all ranks are so again. Older checkpoints do not say which were.
+    alike = set(known.values.get(ALIKE, ())) if own_part else set()
+    expected, saver = generators.states(), context.rank if same else 0
+    again = [n for n in known.generators if n in expected and (same or n in alike)]
+    own = {f"random.{saver}.{n}": torch.empty_like(expected[n]) for n in again}
 
     def read(tensors: dict[str, torch.Tensor]) -> None:
         read_into(context, group_of_model(model), {**tensors, **own}, found)
 
     take_back(model, optimizer, stateful, known, read, "checkpoint.load()")
     generators.restore({name.split(".", 2)[2]: state for name, state in own.items()})
-    return Loaded(found, known.step, known.values["extra"], same)
+    return Loaded(found, known.step, known.values["extra"], same or alike >= {*known.generators})
 
 
 def collected(
@@ -212,11 +218,12 @@ def collected(
     extra: Any,
     stateful: Mapping[str, Any],
     what: str,
-) -> tuple[dict[str, torch.Tensor], Callable[[list[str]], str]]:
+) -> tuple[dict[str, torch.Tensor], Callable[[list[str], list[str]], str]]:
     """What there is to save, but for random generators; every rank calls it.
 
     Returns:
-        Tensors by name, and a function that gives the text of the manifest, for names of generators.
+        Tensors by name, and a function that gives the text of the manifest, for names of generators, and of those that
+        are in one state on all ranks.
     """
     session = model._autopar
     with session.together(what):
@@ -226,12 +233,12 @@ def collected(
         tensors |= {f"{STATEFUL}{name}.{key}": tensor for key, tensor in found["tensors"].items()}
     kinds = dict(tensors)
 
-    def describe(random: list[str]) -> str:
+    def describe(random: list[str], alike: list[str]) -> str:
         states = {name: _without_tensors(outer, name, given) for name, given in stateful.items()}
         workers = session.context.workers
         rest = {
             **plain, "stateful": states, "extra": extra, RANDOM_CALLS: session.random_calls,
-            WORKERS: 1 if workers is None else workers.count,
+            WORKERS: 1 if workers is None else workers.count, ALIKE: alike,
         }  # fmt: skip
         return described(kinds, rest, step, math.prod(session.context.sizes), random)
 

@@ -113,7 +113,7 @@ def compressed_collectives(
         how: rank of ``powersgd``, share of ``topk``.
 
     >>> compressed_collectives("powersgd", [(16, 32), (16,)], 4, 2, 2)
-    [('all_reduce', 192), ('all_reduce', 256)]
+    [('all_reduce', 192), ('broadcast', 128), ('all_reduce', 256)]
     >>> compressed_collectives("topk", [(16, 32), (16,)], 4, 2, 0.1)
     [('all_gather', 864)]
     >>> compressed_collectives("onebit", [(16, 32), (16,)], 4, 2, 0)
@@ -123,9 +123,9 @@ def compressed_collectives(
     if method == "powersgd":
         low = [matrix_of(s) for s in shapes if is_low_rank(s, int(how))]
         whole = sum(n for s, n in zip(shapes, counts, strict=True) if not is_low_rank(s, int(how)))
-        first = int(how) * sum(rows for rows, _ in low) + whole
-        sizes = [first, int(how) * sum(columns for _, columns in low)]
-        return [("all_reduce", size * itemsize) for size in sizes if size]
+        left, right = (int(how) * sum(sizes) for sizes in (zip(*low, strict=True) if low else ((), ())))
+        sizes = ("all_reduce", left + whole), ("broadcast", left), ("all_reduce", right)
+        return [(kind, size * itemsize) for kind, size in sizes if size]
     if method == "topk":
         return [("all_gather", workers * sum(largest_of(n, how) for n in counts) * (itemsize + INDEX))]
     if method == "onebit":

@@ -32,7 +32,7 @@ def list_rules(task: tuple[Any, Any, Any, Loss] | None = None, only: str = "") -
     equations = _equations(task) if task else {}
     proven = json.loads(resources.files("autopar.strategies").joinpath("proven.json").read_text())
     rows = [
-        _row(function.__module__.rpartition(".")[2], name, equations.get(name, ()), proven.get(name))
+        _row(_family(function.__module__), name, equations.get(name, ()), proven.get(name))
         for name, function in ((str(target), function) for target, function in registered().items())
     ]
     found: dict[str, tuple[list[str], int]] = {}
@@ -42,6 +42,12 @@ def list_rules(task: tuple[Any, Any, Any, Loss] | None = None, only: str = "") -
         found[d.target] = ([*texts, d.rule.equation], samples + d.samples)
     rows += [_row(DISCOVERED, name, texts, samples) for name, (texts, samples) in found.items()]
     return [row for row in rows if only in row["operator"]]
+
+
+def _family(module: str) -> str:
+    """The operator family that a rule is of: our module, or package; of a rule of yours the module."""
+    own = module.removeprefix("autopar.strategies.")
+    return module.rpartition(".")[2] if own == module else own.partition(".")[0]
 
 
 def _row(family: str, operator: str, equations: Sequence[str], samples: int | None) -> Row:

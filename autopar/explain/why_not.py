@@ -24,7 +24,7 @@ from autopar.search.options import Progress, Search
 from autopar.sharding.assignment import assign
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import layer_classes
-from autopar.strategies.attention import no_ring
+from autopar.strategies.attention.operators import no_ring
 
 
 @dataclass(frozen=True)

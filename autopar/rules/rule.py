@@ -33,6 +33,9 @@ PAIRS = "pairs"
 MATRIX = "matrix"
 """What a kernel may ask of an argument's strides, see `Rule.strides` and `autopar.rules.strides`."""
 
+ALIGNED = 16
+"""Bytes that the start and the longer stride of a `MATRIX` are multiples of."""
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -159,6 +162,8 @@ class Rule:
             Where it is split each device has its own counts. If the argument is no such, the letter cannot be split.
         positions: tensor arguments that say where along a routed letter elements are. Devices that all have the whole
             may each take some of the positions: of results along the letter they have terms.
+        multiples: of what number a device's elements of a letter must be a multiple, where it is split: ``{"k": 8}``.
+            Kernels that load rows from multiples of so many bytes take no others.
     """
 
     equation: str
@@ -181,6 +186,7 @@ class Rule:
     routed: str = ""
     counts: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
     positions: tuple[int, ...] = ()
+    multiples: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         """Refuse other types: equations are read when they are needed."""
@@ -192,6 +198,7 @@ class Rule:
             between=(self.between, number(0)), view=(self.view, FLAG),
             random=(self.random, FLAG), padded=(self.padded, optional(_TABLE)), zero=(self.zero, optional(FLAG)),
             routed=(self.routed, _LETTERS), counts=(self.counts, _TABLE), positions=(self.positions, _SETS),
+            multiples=(self.multiples, _TABLE),
         )  # fmt: skip
 
     @cached_property

@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 
-from autopar.rules.rule import ANY, LAST, MATRIX, PAIRS, ROW_MAJOR
+from autopar.rules.rule import ALIGNED, ANY, LAST, MATRIX, PAIRS, ROW_MAJOR
 
 aten = torch.ops.aten
-
-ALIGNED = 16
-"""Bytes that the start and the longer stride of a `MATRIX` are multiples of."""
 
 
 def meets(value: torch.Tensor, need: str) -> bool:
@@ -46,12 +43,21 @@ def _is_matrix(value: torch.Tensor) -> bool:
     whole = (along == 1 and down >= columns) or (down == 1 and along >= rows)
     starts = (*value.stride()[:-2], max(down, along), value.storage_offset())
     aligned = not any(n * value.element_size() % ALIGNED for n in starts)
-    return whole and (aligned or value.is_contiguous())  # a copy would be no better
+    # Of one whose rows are no such multiples a copy by columns may be better.
+    return whole and (aligned or (value.is_contiguous() and rows * value.element_size() % ALIGNED > 0))
 
 
 def meet(value: torch.Tensor, need: str) -> torch.Tensor:
-    """The tensor, or a row-major copy of it where it has not the strides that a kernel asks for."""
-    return value if meets(value, need) else value.clone(memory_format=torch.contiguous_format)
+    """The tensor, or a row-major copy of it where it has not the strides that a kernel asks for.
+
+    A matrix whose rows would not begin where a GPU loads from is copied by columns, if these do.
+    """
+    if meets(value, need):
+        return value
+    turned = need == MATRIX and value.shape[-1] * value.element_size() % ALIGNED > 0
+    if turned and not value.shape[-2] * value.element_size() % ALIGNED:
+        return value.mT.clone(memory_format=torch.contiguous_format).mT
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 # Must stay alive: torch removes the operator with the library object.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from autopar.ir.plan import BY_AXES, INTERRUPTED, LAGRANGIAN, TIME_LIMIT, Certif
 from autopar.ir.program import Program
 from autopar.search.axis_by_axis import blocks_of, bound_by_axes
 from autopar.search.budget.budget_problem import BudgetProblem, peak_bytes
-from autopar.search.budget.cutoff import NO_CUTOFF, PrunedError
+from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff, PrunedError
 from autopar.search.budget.pareto import Frontier
 from autopar.search.budget.within_budget import plan_by_axes, plan_within
 from autopar.search.emitted.seconds import simulated_seconds
@@ -69,12 +69,44 @@ def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | No
         InfeasibleError: nothing fits; says how much is missing.
         CertificateError: the check refutes what the search claims.
     """
-    classes = classes or layer_classes(program, dims, tie=job.search.tie_layers)
+    return begin(program, dims, job, classes or layer_classes(program, dims, tie=job.search.tie_layers)).rest(
+        job.cutoff
+    )
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A search that has found its first plan.
+
+    Attributes:
+        plan: the first one, with its bound of all.
+        rest: searches on, for a plan that takes less than a cutoff, as long as that is worth it, and returns the best
+            plan; without a cutoff it only does what is left to do for the first one.
+    """
+
+    plan: Plan
+    rest: Callable[[Cutoff | None], Plan]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Begun:
+        """A search that ends with its first plan."""
+        return cls(plan, lambda _: plan)
+
+    def is_beaten(self, best: Plan | None) -> bool:
+        """Whether a known plan is as fast as the first one, of a search whose bound is no higher than this one's."""
+        if best is None:
+            return False
+        own, other = self.plan.certificate, best.certificate
+        return own.objective >= other.objective and own.lower_bound >= other.lower_bound
+
+
+def begin(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Begun:
+    """Search for a first plan, see `find_plan`."""
     if not job.overlaps:
-        return _plain(program, dims, job, classes)
+        return Begun.of(_plain(program, dims, job, classes))
     rounds = _Rounds(program, dims, job, classes, {})
     try:
-        return rounds.run()
+        return Begun(rounds.first(), rounds.rest)
     except PrunedError:
         raise
     except InfeasibleError as e:
@@ -86,7 +118,9 @@ def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | No
         if alone.impossible or peak_bytes(waiting) > HOPELESS_APART * job.memory:
             raise
     # That none was found whose collectives run beside kernels is no proof that there is none.
-    return _plain(program, dims, job, classes, max(rounds.claims, key=lambda claim: claim.bound, default=None))
+    return Begun.of(
+        _plain(program, dims, job, classes, max(rounds.claims, key=lambda claim: claim.bound, default=None))
+    )
 
 
 def _plain(program: Program, dims: Dims, job: Job, classes: LayerClasses, others: Claim | None = None) -> Plan:
@@ -114,7 +148,13 @@ def _as_predicted(plan: Plan, proof: _Found) -> Certificate:
 
 
 class _Rounds:
-    """Searches under several weights, for plans whose collectives run beside kernels, and the best of all."""
+    """Searches under several weights, for plans whose collectives run beside kernels, and the best of all.
+
+    The time of a plan is a maximum of sums. Under any weights of these, the cheapest plan bounds the time of all:
+    first under weights by which all is hidden that can be, then under those by which all plans that are known cost
+    much. Chunks of products hide less than they could: where that makes a difference, what they could hide is in
+    the bound alone, and later plans are searched in one piece, and compared as they are cut.
+    """
 
     def __init__(
         self, program: Program, dims: Dims, job: Job, classes: LayerClasses, placed: dict[str, tuple[Any, ...]]
@@ -122,7 +162,8 @@ class _Rounds:
         """``placed`` gets what variables do in the last plan that some of the axes were searched for."""
         self.placed = placed
         self.program, self.dims, self.job, self.classes = program, dims, job, classes
-        self.deadline = time.monotonic() + job.search.time_limit / 2
+        self.left = job.search.time_limit / 2
+        self.deadline = time.monotonic() + self.left
         self.plans: list[Plan] = []
         self.found: list[tuple[_Found, Weights]] = []
         self.cuts: list[Mapping[str, Floats]] = []
@@ -132,30 +173,42 @@ class _Rounds:
         self.raised: Claim | None = None
         self.claims: list[Claim] = []  # of all plans, by the first search
 
-    def run(self) -> Plan:
-        """The best plan.
+    def first(self) -> Plan:
+        """The first plan, with its bound of all.
 
-        The time of a plan is a maximum of sums. Under any weights of these, the cheapest plan bounds the time of all:
-        first under weights by which all is hidden that can be, then under those by which all plans that are known cost
-        much. Chunks of products hide less than they could: where that makes a difference, what they could hide is in
-        the bound alone, and later plans are searched in one piece, and compared as they are cut.
+        Raises:
+            InfeasibleError: nothing fits.
         """
-        job = self.job
+        job, begun = self.job, time.monotonic()
+        self.deadline = begun + self.left
         if _is_many(job) and job.stages is None:
             self.search_largest()
-        if job.stages is not None:  # the bound is that of any memory
-            self.search(replace(self.all_hidden, chunks=False))
+        # The bound of a stage is that of any memory.
+        self.search(self.all_hidden if job.stages is None else replace(self.all_hidden, chunks=False))
+        self.left = max(0.0, self.deadline - time.monotonic())
+        return replace(self.best, certificate=_as_predicted(self.best, self.proof))
+
+    def rest(self, cutoff: Cutoff | None) -> Plan:
+        """The best plan; without a cutoff that of the first search.
+
+        Raises:
+            PrunedError: none takes less than the cutoff.
+        """
+        self.deadline = time.monotonic() + self.left
+        if cutoff is None or self.is_decided:
+            return self.result()
+        self.job = replace(self.job, cutoff=cutoff)
+        if self.job.stages is not None:
             # Pipelines are many, and the best is simulated whatever the search says.
             if self.above_cost(FAR) and self.go_on(FAR):
                 self.apart()
             return self.result()
-        self.search(self.all_hidden)
-        if job.rough:
+        if self.job.rough:
             return self.result()
         # Its bound is raised already. Further searches found the same plans of Llamas that are near it; a tiny GPT-2 on
         # 4, far from it, takes 1.2 ms with them and 3.2 without. On one axis they take a second, and two layers on 8
         # take 461 ms within 7 GiB with them and 475 without, 4% above the bound.
-        near = CLOSE if len(job.axes) == 1 else FAR
+        near = CLOSE if len(self.job.axes) == 1 else FAR
         if self.best.certificate.binds and not self.above_bound(near):
             return self.result()
         if self.cut_in_vain():
@@ -171,6 +224,13 @@ class _Rounds:
     def all_hidden(self) -> Weights:
         """Weights that price communication only where nothing can hide it."""
         return Weights(step_time_of(self.program, self.job.cluster.link_for(self.job.axes), self.job.graphs))
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether all operators' strategies are, as for a batch of another length: other weights find the same plan."""
+        known = self.job.restrictions.strategies
+        operators = (key for key, members in self.classes.members.items() if members[0] in self.dims.operators)
+        return all(names is not None and len(names) == 1 for key in operators for names in known.get(key, (None,)))
 
     @property
     def proof(self) -> _Found:
@@ -247,7 +307,9 @@ class _Rounds:
             cutoff=NO_CUTOFF,  # its bounds are not about all plans
         )
         with suppress(InfeasibleError):
-            plan = _Rounds(self.program, self.dims, part, self.classes, self.placed).run()
+            rounds = _Rounds(self.program, self.dims, part, self.classes, self.placed)
+            rounds.first()
+            plan = rounds.rest(NO_CUTOFF)
             # What closed that search says nothing of all axes.
             self.plans.append(replace(plan, certificate=replace(plan.certificate, method=BY_AXES)))
 

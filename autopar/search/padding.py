@@ -15,7 +15,7 @@ from autopar.passes.pad_dims import attention_heads, pad
 from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.budget.repair import costed, repaired
-from autopar.search.find import EXACT_AXES, find_plan, require_splits
+from autopar.search.find import EXACT_AXES, Begun, begin, require_splits
 from autopar.search.finished_plan import Shapes, finished_plan, joint_certificate
 from autopar.search.formulation.axis_roles import DATA, SEQUENCE, TENSOR, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
@@ -31,8 +31,9 @@ from autopar.sharding.layer_classes import layer_classes
 def best_padded(program: Program, part: Program, job: Job) -> Plan:
     """The best plan that is found for a part of a program, as a plan of that program.
 
-    Where parameters have dims that an axis does not divide, it is searched twice: without padding, and then with it for
-    a plan that is faster. Each search has half of the time limit.
+    Where parameters have dims that an axis does not divide, there are two searches: without padding, and with it. Each
+    has half of the time limit. That whose first plan is faster goes on; the other one does where it may find a faster
+    plan yet.
 
     Args:
         program: of the whole batch.
@@ -52,33 +53,50 @@ def best_padded(program: Program, part: Program, job: Job) -> Plan:
     if search.recipe == "random":
         options = (options[search.seed % len(options)],)
     search = replace(search, time_limit=search.time_limit / len(options))
-    found: list[tuple[Plan, Shapes]] = []
+    begun: list[tuple[Begun, Shapes]] = []
     pruned: list[float] = []
     errors: list[InfeasibleError] = []
     for shapes in options:
         padded = pad(part, shapes)
         padded = with_copies(padded) if search.secondary else padded
         dims = analyze(padded)
-        # What was cut off cannot be checked, so that a search that is checked has no cutoff.
-        cutoff = Cutoff.of(found[0][0]) if found and not search.check else job.cutoff
+        fastest = min((each.plan for each, _ in begun), key=_seconds, default=None)
+        cutoff = _cutoff(fastest, job)
         try:
             # A batch of another shape is planned for parameters that have their layouts already: it has to make do with
             # the mesh. And roles say more clearly what is wrong.
             if None in roles and not job.restrictions.layouts:
                 require_splits(dims, axes)
-            plan = _best(padded, dims, replace(job, search=search, restrictions=limits, cutoff=cutoff))
+            begun.append(
+                (_begin(padded, dims, replace(job, search=search, restrictions=limits, cutoff=cutoff)), shapes)
+            )
         except InfeasibleError as e:
             errors.append(e)
             pruned += [e.bound] if isinstance(e, PrunedError) else []
-            continue
-        found.append((plan, shapes))
+    found: list[tuple[Plan, Shapes]] = []
+    for each, shapes in sorted(begun, key=lambda option: _seconds(option[0].plan)):
+        fastest = min((plan for plan, _ in found), key=_seconds, default=None)
+        try:
+            found.append((each.rest(None if each.is_beaten(fastest) else _cutoff(fastest, job)), shapes))
+        except PrunedError as e:
+            errors.append(e)
+            pruned.append(e.bound)
     if not found:
         raise min(errors, key=lambda e: math.inf if e.needed is None else e.needed)
-    best, shapes = min(found, key=lambda option: option[0].certificate.objective)
+    best, shapes = min(found, key=lambda option: _seconds(option[0]))
     certificate = best.certificate
     if len(options) > 1:  # a random plan has one
         certificate = _of_all_options(certificate, [plan.certificate for plan, _ in found], pruned)
     return finished_plan(best, program, part, shapes, certificate)
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.certificate.objective
+
+
+def _cutoff(best: Plan | None, job: Job) -> Cutoff:
+    """Of the best plan of another search; what was cut off cannot be checked, so that a checked one has none."""
+    return job.cutoff if best is None or job.search.check else Cutoff.of(best)
 
 
 def _of_all_options(best: Certificate, found: Sequence[Certificate], pruned: Sequence[float]) -> Certificate:
@@ -89,20 +107,20 @@ def _of_all_options(best: Certificate, found: Sequence[Certificate], pruned: Seq
     return joint_certificate(best, found, pruned, space, method)
 
 
-def _best(program: Program, dims: Dims, job: Job) -> Plan:
-    """The best plan, or a random one, of a program whose dims are decided."""
+def _begin(program: Program, dims: Dims, job: Job) -> Begun:
+    """The first plan, or a random one, of a program whose dims are decided."""
     axes, search = job.axes, job.search
     classes = layer_classes(program, dims, tie=search.tie_layers or search.recipe == "random")
     limits = pin_modules(program, dims, classes, search.layouts, axes, job.restrictions)
     if search.recipe == "random":
         drawn = _random(program, dims, job, limits)
         drawn = replace(drawn, quantized=job.quantized, secondary=search.secondary)
-        return predict(program, dims, drawn)
+        return Begun.of(predict(program, dims, drawn))
     limits = by_roles(program, dims, classes, axes, roles_of(search.recipe, axes, search.roles), limits)
     limits = secondary_copies(dims, classes, axes, search.secondary, limits)
     job = replace(job, restrictions=limits)
     try:
-        return find_plan(program, dims, job, classes)
+        return begin(program, dims, job, classes)
     except InfeasibleError as e:
         if job.stages is not None:  # pipelines are many, of which some fit sooner
             raise
@@ -110,7 +128,7 @@ def _best(program: Program, dims: Dims, job: Job) -> Plan:
     # Plans that are found axis by axis, or from three captured layers, have no minimum-memory plan.
     exact = program.repeat is None and len(job.axes) <= EXACT_AXES
     found = repaired(BudgetProblem.of(program, dims, classes, job), error, from_minimum=exact)
-    return costed(predict(program, dims, found, classes))
+    return Begun.of(costed(predict(program, dims, found, classes)))
 
 
 def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Plan:

@@ -199,21 +199,26 @@ class Candidates:
 
 
 def lowerable(operator: Operator, chosen: Sequence[Strategy], sizes: Sequence[int]) -> bool:
-    """Whether the strategies of the first axes have one lowering at most, and leave each device what that needs.
+    """Whether the strategies of the first axes have one lowering at most, and leave each device what kernels need.
 
     Args:
         operator: the bound operator.
         chosen: a strategy an axis.
         sizes: of the mesh axes.
     """
-    lower, by_key = operator.rule.lower, dict[str, list[int]]()
+    lower, by_key, cut = operator.rule.lower, dict[str, list[int]](), dict[str, int]()
     for strategy, size in zip(chosen, sizes, strict=False):
-        if strategy.factor is not None and strategy.factor[0] in lower:
+        if strategy.factor is None:
+            continue
+        if strategy.factor[0] in lower:
             by_key.setdefault(strategy.factor[0], []).append(size)
+        cut |= {c: cut.get(c, 1) * size for c in strategy.factor[0]}
     # Two axes may lower an operator by the same code, not by two different ones.
     if len({id(lower[c]) for c in by_key}) > 1:
         return False
-    whole = {c: math.prod(f.size for f in operator.letters[c].factors) for key in by_key for c in key}
+    whole = {c: math.prod(f.size for f in operator.letters[c].factors) for c in cut}
+    if any(cut[c] > 1 and whole[c] // cut[c] % n for c, n in operator.rule.multiples.items() if c in cut):
+        return False
     return all(
         lower[key].takes(whole[c] // math.prod(parts), sum(n > 1 for n in parts))
         for key, parts in by_key.items() for c in key
@@ -249,7 +254,7 @@ def candidates(
         equal = size % parts == 0
         valid &= equal | (-(-size // parts) * parts <= padded * size)
         inexact |= ~equal
-    if operator.rule.lower:
+    if operator.rule.lower or operator.rule.multiples:
         able = [lowerable(operator, [options[s] for s in row], sizes) for row in choice]
         valid &= np.array(able, dtype=bool) | inexact
     for owned in {s.owned for s in options if s.owned}:

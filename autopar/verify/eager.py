@@ -30,7 +30,7 @@ from autopar.ir.ops.random import generator_states, same_numbers
 from autopar.ir.program import Program
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
-from autopar.verify.float64 import HALF_TO_FLOAT, cast_dtypes, default_dtype, in_dtype
+from autopar.verify.float64 import HALF_TO_FLOAT, WITHOUT_KERNEL, cast_dtypes, default_dtype, in_dtype
 from autopar.verify.python_state import frozen, is_same, state_of
 
 aten = torch.ops.aten
@@ -83,6 +83,8 @@ class _InDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # What is written to, or viewed, must stay the same tensor.
             if argument.alias_info is None:
                 args[i] = self._converted(value)
+        if self.dtype is torch.float64 and func in WITHOUT_KERNEL:
+            return WITHOUT_KERNEL[func](*args, **kwargs)
         return func(*args, **kwargs)
 
     def _converted(self, value: Any) -> Any:

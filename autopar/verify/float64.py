@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,32 @@ aten = torch.ops.aten
 
 HALF_TO_FLOAT = {aten._softmax.default: 2, aten._log_softmax.default: 2}
 """Operators that take float16 to float32, and the number of the argument that says so."""
+
+
+def grouped_mm(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What `torch._grouped_mm` computes: groups are parts of rows, of columns or of what is summed over, or batched."""
+    if offs is None:
+        return rows @ weight
+    cuts = list(itertools.pairwise([0, *offs.tolist()]))
+    if rows.ndim == weight.ndim:
+        return torch.stack([rows[:, a:b] @ weight[a:b] for a, b in cuts])
+    made = rows.new_zeros(rows.shape[-2], weight.shape[-1])
+    for i, (a, b) in enumerate(cuts):
+        if rows.ndim == 2:
+            made[a:b] = rows[a:b] @ weight[i]
+        else:
+            made[:, a:b] = rows[i] @ weight[:, a:b]
+    return made
+
+
+WITHOUT_KERNEL: dict[Any, Any] = {aten._grouped_mm.default: grouped_mm}
+"""Operators that have no kernel for float64, and what computes the same."""
 
 
 @contextmanager
@@ -45,6 +72,8 @@ def as_dtype(program: Program, dtype: torch.dtype = torch.float64) -> Program:
         elif node.op == "call_function":
             node.args = cast_dtypes(node.args, dtype)
             node.kwargs = cast_dtypes(node.kwargs, dtype)
+            if dtype is torch.float64 and node.target in WITHOUT_KERNEL:
+                node.target = WITHOUT_KERNEL[node.target]
             if node.target in HALF_TO_FLOAT:
                 # The flag demands float16 inputs, which are none now.
                 node.update_arg(HALF_TO_FLOAT[node.target], False)

@@ -53,7 +53,6 @@ _GROUPED = {
 """Products of groups of rows, and which of their arguments says where groups end."""
 
 _SORTS = (aten.sort.default, aten.sort.stable)
-_FILLS = (aten.full.default, aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
 def route_experts(program: Program) -> Program:
@@ -164,7 +163,8 @@ class _Draw:
         return self.known[node]
 
     def _computed(self, node: fx.Node) -> Any:
-        if node.op != "call_function" or (not node.all_input_nodes and node.target not in _FILLS):
+        # A draw has no numbers that are the same each time.
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return None
         if any(self.of(a) is None for a in node.all_input_nodes):
             return None
@@ -214,12 +214,14 @@ class _Read:
     Attributes:
         node: it.
         table: what has the rows.
+        index: into them.
         values: what it writes; None: it reads.
         kind: of the index, see `_Draw.kinds`.
     """
 
     node: fx.Node
     table: fx.Node
+    index: fx.Node
     values: fx.Node | None
     kind: str
 
@@ -241,7 +243,7 @@ def _reads(graph: fx.Graph, pairs: int, draws: Sequence[_Draw]) -> Iterator[_Rea
         common = set.intersection(*kinds)
         whole = torch.Size((pairs, *shape[1:]))  # an index of another shape names a part of each row
         if len(common) == 1 and rows.meta["val"].shape == whole and index.meta["val"].shape in ((pairs,), whole):
-            yield _Read(node, table, values, *common)
+            yield _Read(node, table, index, values, *common)
 
 
 def _rewrite(graph: fx.Graph, sort: fx.Node, count: int, grouped: list[fx.Node], reads: list[_Read]) -> fx.Node:
@@ -272,7 +274,9 @@ def _index_of(node: fx.Node) -> tuple[fx.Node, Any, Any] | None:
         return args[0], args[1][0], args[2]
     if node.target in (aten.index_select.default, aten.gather.default) and args[1] == 0:
         return args[0], args[2], None
-    if node.target in (aten.index_add.default, aten.scatter_add.default, aten.scatter.src) and args[1] == 0:
+    if node.target in (aten.index_add.default, aten.index_copy.default) and args[1] == 0:
+        return args[0], args[2], args[3]
+    if node.target in (aten.scatter_add.default, aten.scatter.src) and args[1] == 0:
         return args[0], args[2], args[3]
     return None
 
@@ -293,6 +297,8 @@ def _replace(graph: fx.Graph, read: _Read, experts: fx.Node, order: fx.Node) -> 
         # A table of experts is read by any operator; what is added to one is a sum over the rows.
         if zeros and _adds(node):
             node.target, node.args = routing.add_by_expert, (values, experts, len(table.meta["val"]))
+        elif values is None and read.index.meta["val"].shape == experts.meta["val"].shape:
+            node.replace_input_with(read.index, experts)  # which may come of counts alone
         return
     target = routing.route if (read.kind == "token") == (values is None) else routing.collect
     given = table if values is None else values

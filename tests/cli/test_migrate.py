@@ -214,6 +214,44 @@ def test_what_changes_numbers_or_is_no_key_is_said(tmp_path: Path) -> None:
     assert older.setup.compute == "bf16" and not older.keys.lists[NO_COUNTERPART]
 
 
+def test_float16_that_the_trainer_decides_scales_its_losses(tmp_path: Path) -> None:
+    given = {"fp16": {"enabled": "auto", "initial_scale_power": 8, "loss_scale_window": 500}, "gradient_clipping": 1}
+    found = of(tmp_path, "a.json", json.dumps(given))
+    assert set(found.keys.lists[TRANSLATED]) >= {"fp16.initial_scale_power", "fp16.loss_scale_window"}
+    names: dict[str, Any] = {"__builtins__": __builtins__}
+    exec(compile(found.script, "a.py", "exec"), names)
+    assert not names["scaler_of"]("bf16").is_enabled()
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before, scaler = model.weight.detach().clone(), torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(model(torch.ones(1, 2)).sum() * 1e3).backward()
+    names["update"](model, optimizer, scaler)
+    assert float((before - model.weight.detach()).norm()) == pytest.approx((4 / 6) ** 0.5, rel=1e-4)
+
+
+def test_accelerates_own_section_of_deepspeed(tmp_path: Path) -> None:
+    """As `accelerate config` writes it, which names no file of DeepSpeed's."""
+    section = {
+        "deepspeed_multinode_launcher": "standard", "gradient_accumulation_steps": 4, "gradient_clipping": 1.0,
+        "offload_optimizer_device": "cpu", "offload_param_device": "cpu", "zero3_init_flag": True, "zero_stage": 3,
+        "zero3_save_16bit_modle": True,
+    }  # fmt: skip
+    given = {"distributed_type": "DEEPSPEED", "deepspeed_config": section, "mixed_precision": "bf16"}
+    found = of(tmp_path, "a.yaml", yaml.safe_dump({**given, "num_processes": 8}))
+    assert found.setup.parallelism.axes == {"data": 8} and found.setup.clip == 1 and found.setup.compute == "bf16"
+    assert found.setup.parallelism.arguments == {"recipe": "fsdp", "pins": {"offload": "search", "microbatches": 4}}
+    inside = "deepspeed_config."
+    assert set(found.keys.lists[NOT_NEEDED]) == {
+        inside + n for n in ("deepspeed_multinode_launcher", "zero3_init_flag")
+    }
+    lacks = found.keys.lists[NO_COUNTERPART]
+    assert set(lacks) == {f"{inside}offload_param_device", f"{inside}zero3_save_16bit_modle"}
+    assert f"did you mean {inside}zero3_save_16bit_model?" in lacks[f"{inside}zero3_save_16bit_modle"]
+    half = of(tmp_path, "a.yaml", "distributed_type: DEEPSPEED\nmixed_precision: fp16\n")
+    assert half.setup.scaler == {"init_scale": 65536.0, "growth_interval": 1000}
+    assert half.setup.parallelism.data == "zero2" and "zero_stage = 2" in half.keys.assumed[0]
+
+
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled")
 def test_float16_scales_its_losses(tmp_path: Path) -> None:
     found = of(
@@ -253,7 +291,11 @@ def test_float16_scales_its_losses(tmp_path: Path) -> None:
         ("a.yaml", "a: 1\na: 2\n", "key 'a' is there twice"),
         ("a.yaml", "1: 2\n", "key 1 in the file is no text; quote it"),
         ("a.yaml", "a: [1\n", "a.yaml cannot be read: while parsing"),
-        ("a.yaml", "distributed_type: DEEPSPEED\n", "give autopar migrate its JSON file"),
+        ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: z3.json\n",
+         "give autopar migrate its JSON file, deepspeed_config.deepspeed_config_file = z3.json"),
+        ("a.yaml", "distributed_type: DEEPSPEED\ngradient_accumulation_steps: 2\ndeepspeed_config:\n"
+         "  gradient_accumulation_steps: 4\n", "gradient_accumulation_steps differ; keep one"),
+        ("a.json", '{"limit_all_gathers": true, "xla": false}', "no key is one of DeepSpeed's"),
         ("a.yaml", fsdp("fsdp_sharding_strategy: FULL"),
          'fsdp_config.fsdp_sharding_strategy is "FULL"; write "FULL_SHARD"'),
         ("a.yaml", "num_machines: 3\nnum_processes: 4\n", "num_processes 4 is no multiple of num_machines 3"),

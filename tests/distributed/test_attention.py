@@ -94,7 +94,7 @@ def in_blocks(rank: int, sizes: tuple[int, ...], search: dict[str, Any]) -> tupl
     from autopar.ir.ops.balanced_attention import swap_blocks
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
-    from autopar.strategies import attention as rules
+    from autopar.strategies.attention import operators as rules
     from tests.strategies.test_balanced_attention import Causal, batch
 
     rules.WORTH_BLOCKS, usual = 0, rules.WORTH_BLOCKS
@@ -126,18 +126,18 @@ def in_a_ring(rank: int, causal: bool, roles: dict[str, str], sizes: tuple[int, 
     from autopar.ir.ops.sequence.send_block import send_block
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
-    from autopar.strategies import attention as rules
+    from autopar.strategies.attention import operators as rules
     from tests.strategies.test_ring_attention import Attending
     from tests.strategies.test_ring_attention import batch as sequences
 
-    rules._blocked, usual = (lambda *_: "bgqkde"), rules._blocked
+    rules.blocked, usual = (lambda *_: "bgqkde"), rules.blocked
     model, plain = (Attending(causal=causal).double() for _ in range(2))
     names = dict(zip(("x", "other"), sequences(*([32] if causal else [32, 16])), strict=False))
     options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT}
     parallel: Any = parallelize(model, mesh_of(*sizes), search=Search(roles=roles, cache=False), **options)
     worst = follow(parallel, plain, [{n: t * (step + 1) for n, t in names.items()} for step in range(3)])
     graphs = (parallel.forward_graph, parallel.backward_graph)
-    rules._blocked = usual
+    rules.blocked = usual
     return worst, sum(n.target is send_block for graph in graphs for n in graph.graph.nodes)
 
 
@@ -160,12 +160,12 @@ def beside_rows(rank: int, name: str, search: dict[str, Any], sizes: tuple[int, 
     from autopar.ir.ops.sequence.send_block import send_block
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
-    from autopar.strategies import attention as rules
+    from autopar.strategies.attention import operators as rules
     from tests.strategies import test_ring_beside_rows as models
 
-    usual = rules._blocked
+    usual = rules.blocked
     if "roles" in search:
-        rules._blocked = lambda *_: "bhgqkde"
+        rules.blocked = lambda *_: "bhgqkde"
     model, plain = (models.build(name) for _ in range(2))
     options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT, "search": Search(**search, cache=False)}
     parallel: Any = parallelize(model, mesh_of(*sizes), models.batch(name), deterministic=True, **options)
@@ -180,7 +180,7 @@ def beside_rows(rank: int, name: str, search: dict[str, Any], sizes: tuple[int, 
     found = [parallel.full_gradients()[n] - p.grad for n, p in plain.named_parameters()]
     found += [parallel.full_state_dict()[n] - p for n, p in plain.state_dict().items()]
     graphs = (parallel.forward_graph, parallel.backward_graph)
-    rules._blocked = usual
+    rules.blocked = usual
     return max(float(t.abs().max()) for t in found), sum(n.target is send_block for g in graphs for n in g.graph.nodes)
 
 
@@ -209,19 +209,19 @@ def under_a_mask(rank: int, name: str, search: dict[str, Any], sizes: tuple[int,
     from autopar.ir.ops.sequence.send_block import send_block
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
-    from autopar.strategies import attention as rules
+    from autopar.strategies.attention import operators as rules
     from tests.strategies import test_masked_attention as models
 
-    usual = rules._blocked
+    usual = rules.blocked
     if "roles" in search:  # nothing but keys from other devices
-        rules._blocked = lambda *_: "bhgqkde"
+        rules.blocked = lambda *_: "bhgqkde"
     model, plain = (models.build(name) for _ in range(2))
     given = models.BATCHES[name]()
     options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT, "search": Search(**search, cache=False)}
     parallel: Any = parallelize(model, mesh_of(*sizes), given, **options)
     worst = follow(parallel, plain, [given] * 3)
     graphs = (parallel.forward_graph, parallel.backward_graph)
-    rules._blocked = usual
+    rules.blocked = usual
     return worst, sum(n.target is send_block for graph in graphs for n in graph.graph.nodes)
 
 

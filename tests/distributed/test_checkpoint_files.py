@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_a_run_goes_on_under_another_plan(ranks: Ranks, tmp_path: Path, waits: t
     assert len(kept) == len(waits)  # as many as the last save keeps
 
 
-def on_one(rank: int, folder: str) -> tuple[int, bool]:
+def on_one(rank: int, folder: str) -> tuple[int, bool, list[float]]:
     """Files of four ranks on one device, and what another model says."""
     from torch import nn
 
@@ -84,15 +85,16 @@ def on_one(rank: int, folder: str) -> tuple[int, bool]:
     model, batch = make("mlp")
     parallel = parallelize(model, None, batch(0))
     found = checkpoint.load(folder, parallel, torch.optim.AdamW(parallel.parameters()))
+    drawn = torch.rand(3).tolist()
     other = parallelize(nn.Linear(2, 2), mesh_of(4), loss_fn=lambda o, b: o.mean(), timeout=WAIT)
     with pytest.raises(AutoparError, match="is of another model"):
         checkpoint.load(folder, other)
     with pytest.raises(ValueError, match=r"step=.*whole number"):
         checkpoint.save(folder, other, step=-rank - 1)
-    return found.step, found.same_random_numbers
+    return found.step, found.same_random_numbers, drawn
 
 
-def saved(rank: int, folder: str) -> None:
+def saved(rank: int, folder: str) -> list[float]:
     from autopar import checkpoint
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
@@ -100,12 +102,16 @@ def saved(rank: int, folder: str) -> None:
     model, batch = make("mlp")
     search = Search(pins={"*.weight": ("S(0)", "S(1)")})
     parallel = parallelize(model, mesh_of(2, 2), batch(0), search=search, timeout=WAIT)
+    torch.manual_seed(1)
+    random.seed(rank)
     checkpoint.save(folder, parallel, torch.optim.AdamW(parallel.parameters()), step=7)
+    return torch.rand(3).tolist()
 
 
 def test_one_device_reads_what_four_have_written(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(saved, str(tmp_path))
-    assert ranks.run(on_one, str(tmp_path)) == [(7, False)] * 4
+    drawn = ranks.run(saved, str(tmp_path))
+    # Python's generator was another one on each rank, and torch's was not.
+    assert ranks.run(on_one, str(tmp_path)) == [(7, False, drawn[0])] * 4 and drawn == [drawn[0]] * 4
 
 
 class Tied(torch.nn.Module):

@@ -71,6 +71,17 @@ def test_a_node_is_replaced(two_ranks: Ranks, tmp_path: Path) -> None:
         torch.testing.assert_close(results[1][3][name], value, rtol=0, atol=1e-9)
 
 
+def test_a_checkpoint_in_another_world(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Random numbers go on there, too: the loss curve is that of a run that nothing interrupted."""
+    losses: dict[int, float] = {}
+    settings = {"folder": str(tmp_path / "saved"), "save_every": 1}
+    for nodes, total in (("ab", 2), ("c", 4)):
+        results = two_ranks.run(go, nodes, str(tmp_path), 0, total, settings, timeout=WAIT)
+        assert results[0][:2] == (len(losses), "checkpoint" if losses else "start")
+        losses |= results[0][2]
+    assert [losses[i] for i in range(4)] == pytest.approx(expected(4)[0], abs=1e-11)
+
+
 @pytest.mark.deep
 def test_other_worlds_under_random_plans(ranks: Ranks, tmp_path: Path) -> None:
     losses: dict[int, float] = {}

@@ -17,6 +17,7 @@ from tests.ir.quantized.reference import Sharded
 pytestmark = pytest.mark.distributed
 
 STEPS = 3
+CLIP = 0.05
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -106,6 +107,54 @@ def deferred(rank: int) -> float:
 
 def test_deferred_gradients_are_added_before_they_are_quantized(ranks: Ranks) -> None:
     assert max(ranks.run(deferred)) < 1e-10
+
+
+def clipped(model: nn.Module) -> torch.optim.Optimizer:
+    found = adamw(model)
+    found.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), CLIP) and None)
+    return found
+
+
+def as_scripts_do(rank: int) -> tuple[float, list[bool], bool]:
+    """Two backward passes a step, scaled and clipped, and a frozen weight; once out of range; and NaN in one shard."""
+    import autopar
+
+    bits = {"weights": 8, "gradients": 4}
+    search = autopar.Search(
+        recipe="fsdp", quantized={"a": bits}, inexact=("quantized", "float64"), pins={"secondary": "b"}
+    )
+    model, whole = mlp(), mlp()
+    for each in (model, whole):
+        each.get_parameter("down.weight").requires_grad_(False)
+    model = autopar.parallelize(model, mesh_of(2, 2), mlp_batch(0), search=search, timeout=WAIT)
+    dims, inside = (
+        {n: getattr(p.placements[axis], "dim", None) for n, p in model.named_parameters()} for axis in (0, 1)
+    )
+    reference = Sharded(whole, clipped, dims, 2, 2, inner_dims=inside, **bits)
+    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    error, finite = 0.0, []
+    for step, factor in enumerate((1.0, 1e60, 1.0)):  # 1e60 is none of float32's
+        first, second = mlp_batch(2 * step), mlp_batch(2 * step + 1)
+        optimizer.zero_grad()
+        with model.no_sync():
+            scaler.scale(loss_of(model, first)).backward()
+        scaler.scale(factor * loss_of(model, second)).backward()
+        scaler.unscale_(optimizer)
+        finite.append(bool(nn.utils.clip_grad_norm_(model.parameters(), CLIP).isfinite()))
+        scaler.step(optimizer)
+        scaler.update()
+        if factor == 1:
+            parts = list(zip(rows_of(first), rows_of(second), strict=True))
+            reference.step(parts, lambda m, b: loss_of(m, b[0]) + loss_of(m, b[1]))
+        error = max(error, apart(model, reference))
+    if rank == 3:
+        model.get_parameter("up.weight").to_local().data.view(-1)[0] = float("nan")
+    return error, [*finite, scaler.get_scale() == 512], bool(loss_of(model, mlp_batch(0)).isnan())
+
+
+def test_clipping_scaling_frozen_weights_and_nan(ranks: Ranks) -> None:
+    for error, finite, is_nan in ranks.run(as_scripts_do):
+        assert error < 1e-10 and finite == [True, False, True, True] and is_nan
 
 
 def within(rank: int, more: dict[str, Any]) -> tuple[float, bool]:

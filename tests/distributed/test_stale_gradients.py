@@ -206,6 +206,39 @@ def test_bad_input_and_a_worker_that_others_wait_for() -> None:
         assert "waiting for rank 3, which has made 2 steps, and this one 4 (staleness=1)" in said, said
 
 
+def failing(rank: int) -> tuple[str, float]:
+    """The thread of rank 1 that takes gradients of rank 2 fails at the third."""
+    model, optimizer, stale = made("SGD", timeout=300, staleness=1)
+    trained(rank, "SGD", model, optimizer, range(2), slow=0.0)
+    push = stale._owner.push
+
+    def fails(worker: int, *given: Any) -> Any:
+        if rank == 1 and worker == 2:
+            raise MemoryError("no room for a gradient")
+        return push(worker, *given)
+
+    stale._owner.push = fails
+    begun = time.monotonic()
+    try:
+        trained(rank, "SGD", model, optimizer, range(2, 40), slow=0.0)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}", time.monotonic() - begun
+    return "", 0.0
+
+
+def test_a_thread_that_fails_is_heard_of() -> None:
+    ranks = Ranks()
+    try:
+        found = ranks.run(failing)
+    finally:
+        ranks.close()
+    why = "stale gradients of Mlp, taking a gradient of worker 2: MemoryError: no room for a gradient"
+    for rank, (said, seconds) in enumerate(found):
+        assert said.startswith("RankError") and why in said, (rank, said)
+        assert rank == 1 or f"rank 1 failed at {why}" in said, (rank, said)
+        assert seconds < 30, (rank, seconds)
+
+
 def left_alone(rank: int) -> str:
     import os
 

@@ -15,7 +15,10 @@ from autopar.errors import InfeasibleError
 from autopar.ir.layout import Split
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.find import _Rounds, find_plan
+from autopar.search.formulation.as_before import strategies_of
+from autopar.search.formulation.pins import Restrictions
 from autopar.search.options import Job
+from autopar.search.overlap.weights import Weights
 from autopar.sharding.dims import analyze
 from tests import models as zoo
 
@@ -133,18 +136,40 @@ def test_weights_and_the_price_of_memory_raise_the_bound_together(monkeypatch: p
     assert raised.checked == pytest.approx(raised.lower_bound, rel=2e-3)
 
 
+def test_where_all_strategies_are_decided_there_is_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a batch of another length, which a call waits for: other weights would find the same plan."""
+    program, cluster = zoo.captured("mlp")[0], Cluster.preset("cpu")
+    search, axes = Search(padding=False, cache=False), {"a": 2, "b": 2}
+    before = solve(program, axes, cluster, search=search)
+    alike = strategies_of(before, program, program, tie=True)
+    searches: list[int] = []
+    once = _Rounds.search
+
+    def counted(rounds: _Rounds, weights: Weights) -> None:
+        searches[-1] += 1
+        once(rounds, weights)
+
+    monkeypatch.setattr(_Rounds, "search", counted)
+    monkeypatch.setattr(_Rounds, "cut_in_vain", lambda self: True)  # so that there is more than one
+    for decided in (dict(list(alike.items())[1:]), alike):
+        searches.append(0)
+        again = solve(program, axes, cluster, search=search, restrictions=Restrictions(strategies=decided))
+        assert again.predicted.step_seconds == pytest.approx(before.predicted.step_seconds, rel=1e-2)
+    assert searches[0] > searches[1] == 1
+
+
 def test_where_nothing_that_overlaps_is_found_the_bound_is_of_these_plans_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """That the search found none within the memory does not prove that there is none."""
     model, batch = zoo.mlp(hidden=64, ffn=256)
     program, cluster = program_of(model, batch), Cluster.preset("cpu")
     faster = solve(program, {"a": 4}, cluster, memory=1e9)
 
-    run = _Rounds.run
+    first = _Rounds.first
 
     def nothing(rounds: _Rounds) -> autopar.Plan:
-        raise InfeasibleError("none was found", least=run(rounds))
+        raise InfeasibleError("none was found", least=first(rounds))
 
-    monkeypatch.setattr(_Rounds, "run", nothing)
+    monkeypatch.setattr(_Rounds, "first", nothing)
     one_by_one = solve(program, {"a": 4}, cluster, memory=1e9, search=Search(check=True))
     assert not one_by_one.overlap
     bound = faster.certificate.lower_bound

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,12 @@ from autopar.ir.layout import Factor, Replicate, Split
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.search import padding as padded
-from autopar.search.find import find_plan
+from autopar.search.budget.cutoff import Cutoff
+from autopar.search.find import Begun, begin
 from autopar.search.options import Job, Search
 from autopar.search.padding import padded_size, paddings
 from autopar.sharding.dims import Dims, analyze
+from autopar.sharding.layer_classes import LayerClasses
 from tests.passes.test_pad_dims import BATCH, Heads, Masked, OwnWeights, Sloped, Tokens
 from tests.sharding.test_layer_classes import FAST
 
@@ -96,15 +97,42 @@ def test_the_cheaper_one_is_chosen() -> None:
 def test_two_searches_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = []
 
-    def recorded(program: Program, dims: Dims, job: Job, *rest: Any) -> Plan:
+    def recorded(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Begun:
         limits.append(job.search.time_limit)
-        return find_plan(program, dims, job, *rest)
+        return begin(program, dims, job, classes)
 
-    monkeypatch.setattr(padded, "find_plan", recorded)
+    monkeypatch.setattr(padded, "begin", recorded)
     program = captured()
     slow_plan(program, time_limit=40.0)
     slow_plan(program, time_limit=40.0, padding=False)
     assert limits == [20.0, 20.0, 40.0]
+
+
+def test_of_two_searches_the_slower_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without padding the first plan is slower and the bound higher: there is one search, and its bound counts."""
+    program = program_of(Wide(), (torch.randn(2, 16), torch.tensor([1020, 3])))
+    whole = slow_plan(program)
+    began: list[Begun] = []
+    cutoffs: list[Cutoff | None] = []
+
+    def recorded(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Begun:
+        found = begin(program, dims, job, classes)
+        began.append(found)
+
+        def rest(cutoff: Cutoff | None) -> Plan:
+            cutoffs.append(cutoff)
+            return found.rest(cutoff)
+
+        return replace(found, rest=rest)
+
+    monkeypatch.setattr(padded, "begin", recorded)
+    best = slow_plan(program, check=True)
+    assert [cutoff is None for cutoff in cutoffs] == [False, True]
+    assert best.padding and best.certificate.objective == whole.certificate.objective
+    assert best.certificate.lower_bound <= min(each.plan.certificate.lower_bound for each in began)
+    assert best.certificate.checked is not None  # of both
+    assert not began[0].is_beaten(None)
+    assert not began[1].is_beaten(began[0].plan)  # slower, though its bound is higher
 
 
 class Odd(nn.Module):

@@ -314,10 +314,12 @@ def experts() -> Iterator[Sample]:
     transformers = torch.ops.transformers
     yield call(transformers.grouped_mm_fallback.default, rows, weight, ends)
     yield call(transformers.grouped_mm_fallback_backward.default, rows, weight, ends, grad)
+    # Of multiples of 16 bytes, once they are split, too.
+    rows, weight, grad = x(8, 8), x(3, 8, 16), x(8, 16)
     yield call(aten._grouped_mm.default, rows, weight, ends)
     yield call(aten._grouped_mm.default, rows.T.contiguous(), grad, ends)
-    yield call(aten._grouped_mm.default, x(3, 2, 4), rows.T.contiguous(), ends)
-    yield call(aten._grouped_mm.default, x(2, 6, 4), x(2, 4, 8))
+    yield call(aten._grouped_mm.default, x(3, 16, 8), rows.T.contiguous(), ends)
+    yield call(aten._grouped_mm.default, x(2, 12, 8), x(2, 8, 16))
     sorted_experts, order = routing.sort_by_expert(torch.tensor([2, 0, 2, 1, 0, 2, 2, 0]), 2, 3)
     yield call(routing.sort_by_expert, integer(3, 8), 2, 3)
     yield call(routing.sort_by_expert, integer(3, 4), 1, 3)

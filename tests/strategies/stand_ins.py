@@ -3,11 +3,12 @@
 A rule proven on a stand-in is right if the operator computes what the stand-in does, with outputs of the same shape.
 """
 
-import itertools
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
+
+from autopar.verify.float64 import grouped_mm
 
 aten = torch.ops.aten
 cpu = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -58,18 +59,6 @@ def cudnn_backward(
 ) -> Any:
     assert args[2:4] == (q.size(2), k.size(2))
     return cpu_backward(grad, q, k, v, out, lse.squeeze(-1), *args[4:6], attn_mask=bias)
-
-
-def grouped_mm(rows: Any, weight: Any, ends: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """Without `ends` a product for each expert; with them, they cut rows, columns or what is summed over."""
-    if ends is None:
-        return rows @ weight
-    cuts = list(itertools.pairwise([0, *ends.tolist()]))
-    if rows.ndim == weight.ndim:
-        return torch.stack([rows[:, a:b] @ weight[a:b] for a, b in cuts])
-    if rows.ndim == 2:
-        return torch.cat([rows[a:b] @ w for (a, b), w in zip(cuts, weight, strict=True)])
-    return torch.cat([r @ weight[:, a:b] for (a, b), r in zip(cuts, rows, strict=True)], 1)
 
 
 STAND_INS = {

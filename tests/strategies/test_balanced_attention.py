@@ -16,7 +16,7 @@ from autopar.ir.ops import attention as ops
 from autopar.ir.ops.balanced_attention import owner, swap_blocks, swapped
 from autopar.rules.oracle.sharding import check_rule
 from autopar.search.options import Search
-from autopar.strategies import attention as rules
+from autopar.strategies.attention import operators as rules
 from autopar.verify.verify import verify
 from tests.strategies.samples import all_samples
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from autopar.errors import InvalidRuleError
 from autopar.rules.oracle.sharding import check_rule
 from autopar.rules.rule import Rule, Spec, dims, letter_sizes, letters, registered, rule
-from autopar.strategies import attention, indexing, pointwise, view
+from autopar.strategies import indexing, pointwise, view
+from autopar.strategies.attention import kernels, operators
 
 aten = torch.ops.aten
 
@@ -137,20 +138,20 @@ def test_broadcasting_has_no_letters():
 
 def test_dropout_blocks_attention():
     q = Spec((2, 4, 4, 8))
-    found = attention.cpu(q, q, q, 0.5)
+    found = kernels.cpu(q, q, q, 0.5)
     assert set(found.blocked) >= set(found.letters)
 
 
 def test_dropout_does_not_block_our_attention():
     q, kept = Spec((2, 4, 4, 8), torch.float32), Spec((2, 4, 4, 4), torch.bool)
-    found = attention.attention(q, q, q, None, kept, 0.5, False, None)
+    found = operators.attention(q, q, q, None, kept, 0.5, False, None)
     assert set(found.letters) - set(found.blocked) == set("bhgq")
     assert not found.random
 
 
 def test_attention_counts_products():
     q = Spec((2, 4, 16, 8))
-    assert attention.cpu(q, q, q).flops == 4 * 2 * 4 * 16 * 16 * 8
+    assert kernels.cpu(q, q, q).flops == 4 * 2 * 4 * 16 * 16 * 8
 
 
 def test_indices_have_the_letters_they_broadcast_with():

@@ -16,7 +16,7 @@ from autopar.ir.ops.sequence.masked_parts import is_near
 from autopar.ir.ops.sequence.send_block import send_block
 from autopar.rules.oracle.sharding import check_rule
 from autopar.search.options import Search
-from autopar.strategies import attention as rules
+from autopar.strategies.attention import operators as rules
 from autopar.verify.verify import verify
 
 TINY: dict[str, Any] = {
@@ -178,7 +178,7 @@ def test_models_of_transformers(name: str, axes: dict[str, int]) -> None:
 )
 def test_keys_of_neighbors_or_of_all(name: str, parts: int, sends: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window takes rows of one neighbor; documents take keys in a ring, with numbers of documents."""
-    monkeypatch.setattr(rules, "_blocked", lambda *_: "bhgqkde")
+    monkeypatch.setattr(rules, "blocked", lambda *_: "bhgqkde")
     model, given = build(name), BATCHES[name]()
     asked = plan(model, given, cluster="h100", axes={"a": parts}, search=Search(roles={"a": "context"}, cache=False))
     report = verify(model, given, {"a": parts}, plan=asked)

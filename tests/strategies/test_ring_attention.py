@@ -23,7 +23,7 @@ from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import Operator, analyze
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
-from autopar.strategies import attention as rules
+from autopar.strategies.attention import operators as rules
 from autopar.verify.verify import verify
 
 H100 = Cluster.preset("h100")
@@ -54,7 +54,7 @@ def batch(*lengths: int, rows: int = 2) -> tuple[Tensor, ...]:
 
 def in_a_ring(monkeypatch: pytest.MonkeyPatch, blocked: str) -> None:
     """Nothing else along the sequence, nor along some other letters."""
-    monkeypatch.setattr(rules, "_blocked", lambda *_: f"{blocked}gqkde")
+    monkeypatch.setattr(rules, "blocked", lambda *_: f"{blocked}gqkde")
 
 
 def sends(found: Any) -> int:

@@ -17,7 +17,7 @@ from autopar.ir.ops.random import replayed
 from autopar.ir.ops.sequence.send_block import send_block
 from autopar.rules.oracle.sharding import check_rule
 from autopar.search.options import Search
-from autopar.strategies import attention as rules
+from autopar.strategies.attention import operators as rules
 from autopar.verify.verify import verify
 
 deep = pytest.mark.deep
@@ -95,7 +95,7 @@ def test_equal_values(name: str, monkeypatch: pytest.MonkeyPatch, request: pytes
     seeds = 4 if request.node.get_closest_marker("deep") else 1
     reports = [verify(model, given, {"a": 2, "b": 2}, plan="random", seed=seed) for seed in range(seeds)]
     assert max(max(r.max_error, r.capture_error) for r in reports) < 1e-10
-    monkeypatch.setattr(rules, "_blocked", lambda *_: "bhgqkde")
+    monkeypatch.setattr(rules, "blocked", lambda *_: "bhgqkde")
     asked = plan(model, given, cluster="h100", axes={"a": 4}, search=Search(roles={"a": "context"}, cache=False))
     report = verify(model, given, {"a": 4}, plan=asked)
     assert report.max_error < 1e-10

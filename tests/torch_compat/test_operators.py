@@ -14,6 +14,49 @@ from autopar import _torch_compat as compat
 aten = torch.ops.aten
 
 
+def grouped(dtype: torch.dtype, a: tuple[int, ...], b: tuple[int, ...], turned: str = "", **options: Any) -> Any:
+    """A grouped product of matrices, some of them column-major."""
+    first, second = (torch.ones(t, dtype=dtype) for t in (a, b))
+    first, second = (t.mT.contiguous().mT if c in turned else t for c, t in (("a", first), ("b", second)))
+    ends = torch.tensor([2, 5, 8], dtype=torch.int32) if 2 in (len(a), len(b)) else None
+    return torch.ops.aten._grouped_mm(first, second, **{"offs": ends, **options})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64])
+@pytest.mark.parametrize(
+    ("a", "b", "options"),
+    [
+        ((8, 16), (3, 16, 24), {}),
+        ((8, 16), (3, 16, 6), {}),
+        ((8, 16), (3, 16, 6), {"turned": "b"}),
+        ((8, 4), (3, 4, 24), {}),
+        ((16, 8), (8, 24), {"turned": "a"}),
+        ((3, 8, 16), (16, 8), {"turned": "b"}),
+        ((3, 8, 16), (3, 16, 24), {}),
+        ((3, 8, 16), (2, 16, 24), {}),
+        ((3, 8, 16), (3, 16, 24), {"offs": torch.tensor([2, 5, 8], dtype=torch.int32)}),
+        ((8, 16), (3, 16, 24), {"offs": torch.tensor([2, 5, 8])}),
+        ((8, 16), (3, 16, 24), {"offs": None}),
+        ((8, 16), (3, 8, 24), {}),
+        ((8, 16), (3, 16, 24), {"bias": torch.ones(3, 24)}),
+        ((8, 16), (3, 16, 24), {"out_dtype": torch.float16}),
+    ],
+)
+def test_fake_grouped_products(dtype: torch.dtype, a: Any, b: Any, options: dict[str, Any]) -> None:
+    """Kernels and fake tensors agree on dtypes, strides and errors; torch's own take bfloat16 alone."""
+
+    def said() -> Any:
+        try:
+            found = grouped(dtype, a, b, **options)
+        except RuntimeError as e:
+            return str(e)
+        return found.shape, found.stride(), found.dtype
+
+    with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = said()
+    assert fake == said()
+
+
 def test_storage_id() -> None:
     for device in ("cpu", "meta"):
         x = torch.empty(4, 4, device=device)

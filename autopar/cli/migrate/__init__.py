@@ -74,6 +74,11 @@ def migrate(file: Path, devices: int | None = None) -> Migration:
     reader, sections = _READERS[kind]
     keys = Keys(file, tree, sections)
     setup = reader(keys, devices)
+    if keys.unknown and len(keys.unknown) == len([*keys]):
+        raise ValueError(
+            f"{file}: {', '.join(keys.unknown[:3])}{', ...' if len(keys.unknown) > 3 else ''}: no key is one of "
+            f"{kind}'s; give the file that says how the run is distributed"
+        )
     # Refused here, not where the printed Python runs.
     if setup.compute == "fp16" and setup.parallelism.stages != 1:
         raise ValueError(f"{file} asks for pipeline stages in float16, which have no loss scaling here; take bfloat16")

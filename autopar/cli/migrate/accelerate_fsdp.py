@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from autopar.cli.migrate import accelerate_deepspeed as deepspeed
 from autopar.cli.migrate.keys import COUNT, FLAG, NO_COUNTERPART, NOT_NEEDED, NUMBER, Keys, Reasons, one_of
 from autopar.cli.migrate.setup import DDP, FSDP, ZERO2, Parallelism, Setup, on_devices
 
-SECTIONS = ("fsdp_config", "parallelism_config")
+SECTIONS = ("fsdp_config", "parallelism_config", deepspeed.SECTION)
 
 _LAUNCH = NOT_NEEDED, "`autopar run` and torchrun take it as an option"
 _SCRIPT = NOT_NEEDED, "nothing of a step depends on it"
@@ -50,6 +51,7 @@ REASONS: Reasons = {
     "fsdp_config.fsdp_limit_all_gathers": (NOT_NEEDED, "the memory budget counts what is gathered"),
     "parallelism_config.parallelism_config_cp_*": (NOT_NEEDED, "costs decide how attention goes on"),
     "parallelism_config.parallelism_config_sp_*": (NOT_NEEDED, "costs decide how attention goes on"),
+    **deepspeed.REASONS,
 }
 
 _STRATEGIES = {
@@ -62,7 +64,8 @@ _RECIPES = {
     "HYBRID_SHARD": FSDP,
     "HYBRID_SHARD_ZERO2": ZERO2,
 }
-_KINDS = ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO", "DEEPSPEED", "MEGATRON_LM", "TPU", "XLA")
+_DEEPSPEED = "DEEPSPEED"
+_KINDS = ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO", _DEEPSPEED, "MEGATRON_LM", "TPU", "XLA")
 
 
 def of_accelerate(keys: Keys, devices: int | None) -> Setup:
@@ -103,26 +106,43 @@ def of_accelerate(keys: Keys, devices: int | None) -> Setup:
         shards=shards,
         tensor=sizes["tp"] or 1,
         context=(sizes["cp"] or 1) * (sizes["sp"] or 1),
-        pins=_pins(keys),
+        pins=_pins(keys) | (deepspeed.offload_of(keys) if kind == _DEEPSPEED else {}),
     )
     parallelism = on_devices(parallelism, count, str(keys.file))
-    clip = keys.read("gradient_clipping", NUMBER)
-    keys.translate("gradient_clipping", "clip_grad_norm_ in the loop, over all devices")
+    key = _key(keys, kind, "gradient_clipping")
+    clip = keys.read(key, NUMBER)
+    keys.translate(key, "clip_grad_norm_ in the loop, over all devices")
     compute = _precision(keys)
-    parallelism = _accumulated(keys, parallelism, compute)
+    parallelism = _accumulated(keys, parallelism, compute, _key(keys, kind, "gradient_accumulation_steps"))
     keys.finish(REASONS)
-    return Setup(parallelism, compute, clip=clip, scaler={} if compute == "fp16" else None)
+    scaler = deepspeed.SCALER if kind == _DEEPSPEED else {}
+    return Setup(parallelism, compute, clip=clip, scaler=scaler if compute == "fp16" else None)
+
+
+def _key(keys: Keys, kind: str, name: str) -> str:
+    """Of a value that accelerate reads in its section of DeepSpeed, where that decides.
+
+    Raises:
+        ValueError: the file has another one besides.
+    """
+    inside = f"{deepspeed.SECTION}.{name}"
+    if kind != _DEEPSPEED or inside not in keys:
+        return name
+    if name in keys and keys.value(name) != keys.value(inside):
+        raise ValueError(f"{keys.file}: {name} and {inside} differ; keep one")
+    keys.drop(name, f"{inside} says it")
+    return inside
 
 
 def _kind(keys: Keys) -> str:
     kind: str = keys.read("distributed_type", one_of(*_KINDS), "FSDP" if _has_fsdp(keys) else "NO")
-    if kind not in ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO"):
+    if kind not in ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO", _DEEPSPEED):
         where = {
-            "DEEPSPEED": "give autopar migrate its JSON file, deepspeed_config_file",
             "MEGATRON_LM": "docs/migration.md has a table of Megatron-LM's arguments",
         }.get(kind, "devices are GPUs and CPUs")
         raise ValueError(f"{keys.file}: distributed_type is {kind}, of which this file says little: {where}")
-    keys.translate("distributed_type", "fsdp_config says more" if kind == "FSDP" else "recipe 'ddp'")
+    more = {"FSDP": "fsdp_config says more", _DEEPSPEED: f"{deepspeed.SECTION} says more"}
+    keys.translate("distributed_type", more.get(kind, "recipe 'ddp'"))
     return kind
 
 
@@ -141,8 +161,8 @@ def _data(keys: Keys, kind: str) -> tuple[str, bool]:
     older = _strategy(keys, again, strategy) if isinstance(value, str) else strategy
     if kind != "FSDP":
         for key in (again, shards):
-            keys.drop(key, f"distributed_type {kind} splits no parameters")
-        return DDP, False
+            keys.drop(key, f"distributed_type is {kind}")
+        return (deepspeed.data_of(keys) if kind == _DEEPSPEED else DDP), False
     if version == 1:
         strategy = strategy if shards in keys else older
         says = f"recipe {_RECIPES[strategy]!r}" + (", with a copy on each node" if "HYBRID" in strategy else "")
@@ -234,8 +254,7 @@ def _precision(keys: Keys) -> str | None:
     return str(found)
 
 
-def _accumulated(keys: Keys, parallelism: Parallelism, compute: str | None) -> Parallelism:
-    key = "gradient_accumulation_steps"
+def _accumulated(keys: Keys, parallelism: Parallelism, compute: str | None, key: str) -> Parallelism:
     steps = keys.read(key, COUNT, 1)
     if steps > 1 and compute == "fp16":
         keys.lack(key, "float16 has no microbatches: call the model so often before optimizer.step(), or take bf16")

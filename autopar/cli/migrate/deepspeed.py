@@ -190,11 +190,11 @@ def _offload(keys: Keys) -> dict[str, Any]:
 
 
 def _scaler(keys: Keys, compute: str | None) -> dict[str, Any] | None:
-    """Arguments of the loop's GradScaler, with DeepSpeed's defaults."""
+    """Arguments of the loop's GradScaler, with DeepSpeed's defaults; None: there is none, whoever runs it."""
     power, window = "fp16.initial_scale_power", "fp16.loss_scale_window"
     first = keys.read(power, Kind(Annotated[int, msgspec.Meta(ge=0, le=64)], "a whole number from 0 to 64"), 16)
     steps: int = keys.read(window, COUNT, 1000)
-    if compute != "fp16":
+    if compute != "fp16" and not (compute is None and keys.is_open("fp16.enabled")):
         for key in (power, window, "fp16.loss_scale"):
             keys.drop(key, "losses are not scaled")
         return None

@@ -68,6 +68,7 @@ class Keys:
         self.file, self._values = file, dict(_flat(tree))
         self.lists: dict[str, dict[str, str]] = {name: {} for name in LISTS}
         self.assumed: list[str] = []
+        self.unknown: list[str] = []
         self._left_open: set[str] = set()
         self._asked: set[str] = set()
         for name in sections:
@@ -147,6 +148,7 @@ class Keys:
                 near = difflib.get_close_matches(key[:80], [*plain, *sorted({*done, *self._asked})], 1, 0.8)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 found = NO_COUNTERPART, f"autopar migrate does not know this key{hint}"
+                self.unknown.append(key)
             self._put(found[0], key, found[1])
 
     def _is_off(self, key: str) -> bool:

@@ -117,7 +117,7 @@ class Setup:
         clip: the largest norm of all gradients.
         compile: whether kernels are fused.
         rows: that a rank passes in one call; None: the file does not say.
-        scaler: arguments of the GradScaler of a step in float16; None: there is none.
+        scaler: arguments of the GradScaler of a step in float16, or of one that may be in it; None: there is none.
         open: of `PRECISION` and `MAX_NORM`, what the file leaves to who runs it.
     """
 
@@ -210,13 +210,18 @@ class Setup:
         """What follows the backward pass."""
         largest = self._given(MAX_NORM) or ([repr(self.clip)] if self.clip else [])
         clip = [f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {value})" for value in largest]
-        head = f"def update({', '.join(['model', 'optimizer', *self._given(MAX_NORM)])}):"
+        left = ["scaler"] if self.scaler is not None and PRECISION in self.open else []
+        head = f"def update({', '.join(['model', 'optimizer', *left, *self._given(MAX_NORM)])}):"
         zero = "    optimizer.zero_grad()"
         if self.scaler is None:
             return [head, '    """After the backward pass of a step."""', *clip, "    optimizer.step()", zero]
+        made = [f"scaler = torch.amp.GradScaler({_arguments(self.scaler)})", "", ""]
+        if left:
+            given = ", ".join(filter(None, [_arguments(self.scaler), 'enabled=precision == "fp16"']))
+            made = ["def scaler_of(precision):", '    """Losses in other precisions are not scaled by it."""',
+                    f"    return torch.amp.GradScaler({given})", "", ""]  # fmt: skip
         return [
-            f"scaler = torch.amp.GradScaler({_arguments(self.scaler)})", "", "",
-            head, '    """After `scaler.scale(loss).backward()`."""',
+            *made, head, '    """After `scaler.scale(loss).backward()`."""',
             *(["    scaler.unscale_(optimizer)", *clip] if clip else []),
             "    scaler.step(optimizer)", "    scaler.update()", zero,
         ]  # fmt: skip

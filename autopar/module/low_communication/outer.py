@@ -27,6 +27,7 @@ class OuterState:
     Attributes:
         anchor: what the workers last agreed on, by name.
         momentum: of the outer optimizer, by name.
+        fragments: names of the parameters of each.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class OuterState:
             fragments: names of the parameters of each.
             device: where the state is.
         """
-        self._fragments, self._device = fragments, device
+        self.fragments, self._device = fragments, device
         self.anchor = {name: self._copied(t) for name, t in tensors.items()}
         self.momentum = {name: torch.zeros_like(t) for name, t in self.anchor.items()}
 
@@ -50,7 +51,7 @@ class OuterState:
 
     def difference(self, fragment: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """How far this worker has gone since the last exchange: of one dim, of all parameters of a fragment."""
-        names = self._fragments[fragment]
+        names = self.fragments[fragment]
         # One dtype for all: the widest is exact for the others.
         wide = any(self.anchor[name].dtype == torch.float64 for name in names)
         parts = [(self.anchor[name] - self._copied(tensors[name])).flatten() for name in names]
@@ -58,10 +59,23 @@ class OuterState:
 
     def blank(self, fragment: int) -> torch.Tensor:
         """The difference of a worker that has not gone anywhere."""
-        sizes = [self.anchor[name] for name in self._fragments[fragment]]
+        sizes = [self.anchor[name] for name in self.fragments[fragment]]
         wide = any(t.dtype == torch.float64 for t in sizes)
         count = sum(t.numel() for t in sizes)
         return torch.zeros(count, dtype=torch.float64 if wide else torch.float32, device=self._device)
+
+    def by_name(self, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors of fragments as those of their parameters, of all of these: zeros where there is none."""
+        found = {name: torch.zeros_like(t) for name, t in self.anchor.items()}
+        for fragment, tensor in flat.items():
+            names = self.fragments[fragment]
+            parts = torch.split(tensor, [self.anchor[n].numel() for n in names])
+            found |= {n: p.view_as(self.anchor[n]) for n, p in zip(names, parts, strict=True)}
+        return found
+
+    def by_fragment(self, named: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What `by_name` was given, of all fragments."""
+        return {f: torch.cat([named[n].flatten() for n in names]) for f, names in enumerate(self.fragments)}
 
     def apply(
         self, fragment: int, tensors: Mapping[str, torch.Tensor], mean: torch.Tensor, settings: Settings, mix: float
@@ -73,7 +87,7 @@ class OuterState:
     @torch.no_grad()
     def advance(self, fragment: int, mean: torch.Tensor, settings: Settings) -> None:
         """Move the anchor by the mean of all workers' differences."""
-        names = self._fragments[fragment]
+        names = self.fragments[fragment]
         parts = torch.split(mean, [self.anchor[n].numel() for n in names])
         for name, part in zip(names, parts, strict=True):
             anchor, momentum = self.anchor[name], self.momentum[name]
@@ -86,7 +100,7 @@ class OuterState:
     @torch.no_grad()
     def pull(self, fragment: int, tensors: Mapping[str, torch.Tensor], mix: float) -> None:
         """Move this worker's parameters to the anchor, in place."""
-        for name in self._fragments[fragment]:
+        for name in self.fragments[fragment]:
             anchor, own = self.anchor[name], tensors[name]
             own.copy_(anchor if not mix else anchor + mix * (self._copied(own) - anchor))
 

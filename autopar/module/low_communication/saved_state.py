@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.module.low_communication.exchange import InFlight
-from autopar.module.low_communication.outer import OuterState
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.dtensor import in_layout, local_like, redistribute, to_local
 from autopar.runtime.state.stage_tensor import StageTensor, with_owner
@@ -34,25 +33,15 @@ def saved_state(steps: LocalSteps) -> dict[str, Any]:
     found = {ANCHOR: outer.anchor, MOMENTUM: outer.momentum}
     if steps.settings is not None and steps.settings.delay:
         # Always all of them: what is loaded into must have the same names.
-        found[MEAN] = _by_name(steps, outer, means)
+        found[MEAN] = outer.by_name(means)
     if steps.settings is not None and steps.settings.feedback:
-        found[LEFT] = _by_name(steps, outer, steps._left)
+        found[LEFT] = outer.by_name(steps._left)
     tensors = {f"{kind}.{n}": in_shards(steps.model, n, t) for kind, own in found.items() for n, t in own.items()}
     return {
         "settings": str(steps.settings), "steps": steps.steps, "exchanges": steps.exchanges,
         "in_flight": sorted(means), "tensors": tensors, "tokens": steps._tokens.total,
         "tokens_sent": sorted(steps._tokens.sent.items()), "worker": steps._workers.index,
     }  # fmt: skip
-
-
-def _by_name(steps: LocalSteps, outer: OuterState, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of fragments as those of their parameters, of all of these: zeros where there is none."""
-    found = {name: torch.zeros_like(t) for name, t in outer.anchor.items()}
-    for fragment, tensor in flat.items():
-        names = steps._fragments[fragment]
-        parts = torch.split(tensor, [outer.anchor[n].numel() for n in names])
-        found |= {n: p.view_as(outer.anchor[n]) for n, p in zip(names, parts, strict=True)}
-    return found
 
 
 def _arrived(fragment: int, mean: torch.Tensor) -> InFlight:
@@ -98,12 +87,11 @@ def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
     steps.steps, steps.exchanges = state["steps"], state["exchanges"]
     steps._tokens.total, steps._tokens.sent = state.get("tokens", 0), dict(map(tuple, state.get("tokens_sent", ())))
     steps._in_flight = {}
+    flat = outer.by_fragment(means)
     for fragment in state["in_flight"]:
-        mean = torch.cat([means[name].flatten() for name in steps._fragments[fragment]])
-        steps._in_flight[fragment] = _arrived(fragment, mean)
+        steps._in_flight[fragment] = _arrived(fragment, flat[fragment])
     if steps.settings.feedback:
-        joined = [torch.cat([left[n].flatten() for n in names]) for names in steps._fragments if names]
-        steps._left = dict(enumerate(joined))
+        steps._left = outer.by_fragment(left)
     steps._require_same(outer)
 
 

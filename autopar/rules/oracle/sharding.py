@@ -120,10 +120,10 @@ class _SplitCall(RuleCall):
         return "S" if _own_letter(strategy, self.rule.inputs[i]) else "R"
 
     def exists(self, chosen: Sequence[AxisStrategy], parts: int) -> bool:
-        """Whether sizes divide, every output has a layout, and one lowering at most is needed."""
+        """Whether sizes divide as kernels need them, every output has a layout, and one lowering at most is needed."""
         present = [j for j, t in enumerate(self.outputs) if t is not None]
         split = _split(chosen, parts)
-        divided = all(self.sizes[c] % n == 0 for c, n in split.items())
+        divided = all(self.sizes[c] % (n * self.rule.multiples.get(c, 1)) == 0 for c, n in split.items())
         lowered = [s for s in chosen if isinstance(s, str) and s in self.rule.lower]
         single = len({id(self.rule.lower[s]) for s in lowered}) <= 1
         taken = all(

@@ -186,6 +186,11 @@ class Control:
         for group in self.groups:
             interrupt_gloo(group)
 
+    def break_off(self, reason: str) -> None:
+        """Of a thread that others need and that has failed: the others hear of it, and this rank waits no more."""
+        self._stop(reason)
+        self.interrupt()
+
     def _check(self, what: str) -> None:
         # Within another `during`: the outer one has checked, and its body reports what fails.
         if self.watch.is_inside:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from autopar.ir.ops.random import generator_states, restore_generators
+from autopar.runtime.mesh import MeshContext
 
 
 def states() -> dict[str, torch.Tensor]:
@@ -21,6 +23,16 @@ def states() -> dict[str, torch.Tensor]:
     if name == "MT19937":
         found["numpy"] = torch.tensor([*map(int, keys), *map(float, rest)], dtype=torch.float64)
     return found
+
+
+def alike(own: Mapping[str, torch.Tensor], context: MeshContext) -> list[str]:
+    """Names of rank 0's generators that are in one state on all ranks, as after ``manual_seed``; every rank calls it.
+
+    They are to be so on all ranks of another world. Of others each rank has its own.
+    """
+    digests = {name: hashlib.sha256(state.cpu().numpy().tobytes()).hexdigest() for name, state in own.items()}
+    every_rank = context.gather(digests, "the states of random generators")
+    return [n for n, first in every_rank[0].items() if all(of_rank.get(n) == first for of_rank in every_rank)]
 
 
 def restore(found: Mapping[str, torch.Tensor]) -> None:

@@ -74,10 +74,16 @@ class ShortestPaths:
 
     def path(self, source: int, target: int) -> list[int]:
         """The arcs from one node to another, in their order; empty where there is no path."""
-        found = [int(arc[0, 0]) for arc, _ in self.backwards(np.array([source]), np.array([target]))]
+        self._find(np.array([source]))
+        last, found, at = self._last[source], list[int](), target
+        while (arc := int(last[at])) != NO_ARC:
+            found.append(arc)
+            at = int(self._from[arc])
         return found[::-1]
 
     def _find(self, sources: Ints) -> None:
+        if self._known[sources].all():
+            return
         missing = np.unique(sources[~self._known[sources]])
         few = max(1, _AT_ONCE // self._into.size)
         for start in range(0, len(missing), few):

@@ -97,7 +97,8 @@ class Sharded:
             total += float(own.detach())
             terms.append({n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None})
         for name, parameter in self.model.named_parameters():
-            parameter.grad = torch.from_numpy(self._reduced(name, [t[name] for t in terms]))
+            if name in terms[0]:
+                parameter.grad = torch.from_numpy(self._reduced(name, [t[name] for t in terms]))
         self.optimizer.step()
         return total
 

@@ -119,6 +119,23 @@ def seeded(turn: int, worker: int) -> torch.Generator:
     return torch.Generator().manual_seed(10 * turn + worker)
 
 
+def test_machines_whose_libraries_give_other_bases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs of columns are free, and of dependent columns all is: the first worker's basis is everybody's."""
+    expected = trained(CASES["powersgd"])
+    of_torch, calls = torch.linalg.qr, [0]
+
+    def of_this_machine(matrix: torch.Tensor) -> Any:
+        q, r = of_torch(matrix)
+        calls[0] += 1
+        worker = (calls[0] - 1) // 2 % WORKERS  # two matrices each
+        return (q, r) if not worker else (q.flip(1) * (-1) ** worker, r)
+
+    monkeypatch.setattr(torch.linalg, "qr", of_this_machine)
+    found = trained(CASES["powersgd"])  # with the same bits on all workers
+    assert calls[0] == 2 * WORKERS * STEPS
+    assert max(largest_difference(a, b) for a, b in zip(found, expected, strict=True)) == 0
+
+
 def test_a_matrix_without_a_gradient_goes_on() -> None:
     """Factors of zeros are no number, and the next gradient finds its own."""
     worker = LowRank({"w": torch.zeros(8, 8, dtype=torch.float64)}, 1, 0)

@@ -33,6 +33,10 @@ def one_hot(ids: Tensor) -> Tensor:
     return F.one_hot(ids, EXPERTS).sum(0).cumsum(0).to(torch.int32)
 
 
+def binned(ids: Tensor) -> Tensor:
+    return torch.bincount(ids, minlength=EXPERTS).cumsum(0).int()
+
+
 def few(ids: Tensor) -> Tensor:
     """An expert has no more than so many rows, which random tokens do not reach."""
     return torch.histc(ids.float(), EXPERTS, 0, EXPERTS - 1).clamp(max=30).cumsum(0, dtype=torch.int32)
@@ -55,6 +59,10 @@ def written(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
     pairs = torch.empty_like(rows)
     pairs[order] = rows
     return pairs.view(-1, k, x.shape[1]).sum(1)
+
+
+def copied(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
+    return torch.zeros_like(rows).index_copy(0, order, rows).view(-1, k, x.shape[1]).sum(1)
 
 
 def summed(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
@@ -115,7 +123,7 @@ class Layer(nn.Module):
         collect: Collect,
         ends: Callable[[Tensor], Tensor] = counted,
         k: int = 2,
-        bias: bool = False,
+        bias: str = "",
         sizes: tuple[int, int, int] = (HIDDEN, EXPERTS, 4),
     ) -> None:
         super().__init__()
@@ -126,7 +134,7 @@ class Layer(nn.Module):
         self.down = nn.Parameter(torch.randn(experts, inner, hidden) / 2)
         self.bias = nn.Parameter(torch.randn(experts, inner)) if bias else None
         self.load = nn.Buffer(torch.zeros(experts))
-        self.collect, self.ends, self.k = collect, ends, k
+        self.collect, self.ends, self.k, self.biased = collect, ends, k, bias
 
     def forward(self, x: Tensor) -> Tensor:
         tokens, experts = x.flatten(0, 1), len(self.load)
@@ -139,7 +147,13 @@ class Layer(nn.Module):
         rows = torch.gather(tokens, 0, (order // self.k)[:, None].expand(-1, x.shape[-1]))
         h = grouped(rows, self.up, ends)
         if self.bias is not None:
-            h = h + self.bias[flat[order]]
+            # What rows of an expert are, numbers of rows say, too.
+            counts = torch.diff(ends, prepend=ends.new_zeros(1))
+            h = h + (
+                self.bias[flat[order]]
+                if self.biased == "looked up"
+                else self.bias.repeat_interleave(counts, 0, output_size=len(flat))
+            )
         rows = grouped(F.silu(h), self.down, ends) * scores.flatten()[order][:, None]
         found: Any = self.collect(rows, tokens, order, self.k)
         if isinstance(found, tuple):
@@ -172,7 +186,8 @@ ROUTED = {
     "argsort": lambda: Layer(inverted),
     "written": lambda: Layer(written, one_hot),
     "top 1": lambda: Layer(inverted, k=1),
-    "bias": lambda: Layer(scattered, bias=True),
+    "bias": lambda: Layer(scattered, bias="looked up"),
+    "repeated": lambda: Layer(copied, binned, bias="repeated"),
     "sum": lambda: Layer(summed),
 }
 KEPT = {
@@ -228,11 +243,11 @@ def test_random_plans(name: str, seed: int) -> None:
 def test_tokens_go_to_their_experts(axes: dict[str, int], options: dict[str, Any], exchanges: int) -> None:
     """Rows and their experts forth, rows back, and the same for gradients."""
     given = batch(8)
-    found = plan(Layer(scattered, bias=True), given, cluster="h100", axes=axes, search=Search(**options))
+    found = plan(Layer(scattered, bias="looked up"), given, cluster="h100", axes=axes, search=Search(**options))
     of_experts = [a for a, role in options.get("roles", {"b": "expert"}).items() if role == "expert"]
     placed = dict(zip(axes, found.parameters["up"], strict=True))
     assert all(str(placed[a]) == "S(0.0)" for a in of_experts)
-    report = verify(Layer(scattered, bias=True), given, axes, plan=found)
+    report = verify(Layer(scattered, bias="looked up"), given, axes, plan=found)
     assert report.max_error < 1e-12
     assert [n.target for n in report.program.graph.graph.nodes].count(exchange_rows) == exchanges
 
@@ -257,7 +272,7 @@ FAR = Cluster(
 )
 def test_tokens_stay(axes: dict[str, int], placed: tuple[str, ...], taken: int, skewed: bool) -> None:
     """Rows, experts and the gate's factors of own experts, and two gradients; nothing is sent but sums of tokens."""
-    model = Layer(scattered, bias=True).double()
+    model = Layer(scattered, bias="looked up").double()
     if skewed:
         with torch.no_grad():
             model.gate.weight[:1] *= 30
@@ -435,7 +450,7 @@ def test_microbatches() -> None:
 
 
 def test_what_is_in_an_order_is_not_cut_otherwise() -> None:
-    dims = analyze(program_of(Layer(scattered, bias=True), batch()))
+    dims = analyze(program_of(Layer(scattered, bias="looked up"), batch()))
     routed = {n.name: t.routed for (n, _), t in dims.types.items() if t.routed is not None}
     assert set(routed.values()) == {(0,), ()}  # rows, and counts
     by_target = {n.target: t.routed for (n, _), t in dims.types.items()}

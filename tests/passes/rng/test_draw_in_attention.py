@@ -24,7 +24,7 @@ from autopar.search.options import Search
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
 from autopar.sharding.operator_cost import operator_work
-from autopar.strategies.attention import FORWARD_PASSES
+from autopar.strategies.attention.operators import FORWARD_PASSES
 from autopar.verify.verify import compare, global_values
 from tests import models as zoo
 from tests.crossed import crossed

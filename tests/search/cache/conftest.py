@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from autopar import Search
-from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.search import cache
 from autopar.search import padding as padded
+from autopar.search.find import Begun
 from autopar.search.options import Job
 from autopar.sharding.dims import Dims
+from autopar.sharding.layer_classes import LayerClasses
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[Search]:
     """Grows by one with every search."""
     ran: list[Search] = []
-    real = padded.find_plan
+    real = padded.begin
 
-    def counted(program: Program, dims: Dims, job: Job, *rest: Any) -> Plan:
+    def counted(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Begun:
         ran.append(job.search)
-        return real(program, dims, job, *rest)
+        return real(program, dims, job, classes)
 
-    monkeypatch.setattr(padded, "find_plan", counted)
+    monkeypatch.setattr(padded, "begin", counted)
     return ran

@@ -17,7 +17,7 @@ from autopar.costs.collectives import wire_bytes
 
 T = TypeVar("T")
 
-REDUCE, GATHER, SCATTER = "all_reduce", "all_gather", "all_to_all"
+REDUCE, GATHER, SCATTER, TELL = "all_reduce", "all_gather", "all_to_all", "broadcast"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Request:
 
     Attributes:
         kind: ``all_reduce``: gives the mean; ``all_gather``: of n numbers gives [workers, n]; ``all_to_all``: of
-            [workers, n], a row for each, gives [workers, n], a row from each.
+            [workers, n], a row for each, gives [workers, n], a row from each; ``broadcast``: gives what the first has.
         tensor: what this worker has; contiguous, and it may be overwritten.
     """
 
@@ -59,6 +59,9 @@ def _collective(request: Request, group: ProcessGroup, workers: int) -> torch.Te
     if request.kind == REDUCE:
         dist.all_reduce(tensor, group=group)
         return tensor / workers
+    if request.kind == TELL:
+        dist.broadcast(tensor, group=group, group_src=0)
+        return tensor
     if request.kind == GATHER:
         found = tensor.new_empty(workers, tensor.numel())
         dist.all_gather_into_tensor(found.view(-1), tensor, group=group)
@@ -78,6 +81,8 @@ def in_lock_step(exchanges: Sequence[Exchange[T]]) -> list[T]:
         kind = next(r.kind for r in requests if r is not None)
         if kind == SCATTER:
             found = [torch.stack([t[i] for t in tensors]) for i in range(len(tensors))]
+        elif kind == TELL:
+            found = [tensors[0].clone() for _ in tensors]
         else:
             found = [torch.stack(tensors)] * len(tensors)
         if kind == REDUCE:

@@ -3,11 +3,13 @@
 For a matrix, G of a worker being its gradient as rows x columns, and Q [columns, rank] the same on all workers::
 
     M = G + e                       e: the worker's error, 0 at the beginning
-    P = orthogonal basis of the mean over the workers of M Q         [rows, rank]
+    P = orthogonal basis of the mean over the workers of M Q         [rows, rank], that of the first worker
     Q = mean over the workers of M^T P                               [columns, rank]
     P Q^T takes the place of the mean gradient;  e = M - P (M^T P)^T
 
-Q is where the next step begins; a column of zeros begins anew. T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD:
+Q is where the next step begins; a column of zeros begins anew. P is sent, not computed by each: another machine's
+library may give a column with the other sign, and of dependent columns another basis, so that workers would drift
+apart. T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD:
 Practical Low-Rank Gradient Compression for Distributed Optimization", 2019, algorithms 1 and 2: e is what the worker's
 own M lacks. (Their code subtracts the mean P Q^T, whose errors have the same mean, so that all steps are the same, but
 grow with the distance between workers.)
@@ -21,7 +23,7 @@ from collections.abc import Mapping
 import torch
 
 from autopar.costs.outer_exchange import is_low_rank, matrix_of
-from autopar.module.low_communication.compressed.collectives import REDUCE, Exchange, Request, joined, parted
+from autopar.module.low_communication.compressed.collectives import REDUCE, TELL, Exchange, Request, joined, parted
 
 
 class LowRank:
@@ -60,6 +62,8 @@ class LowRank:
         if not low:
             return found
         bases = {n: torch.linalg.qr(found[n])[0] for n in low}
+        told = yield Request(TELL, joined([*bases.values()]))
+        bases = parted(told, {n: t.shape for n, t in bases.items()})
         own = {n: m.T @ bases[n] for n, m in low.items()}
         mean = yield Request(REDUCE, joined([*own.values()]))
         for name, factor in parted(mean, {n: t.shape for n, t in own.items()}).items():

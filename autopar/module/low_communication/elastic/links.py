@@ -62,13 +62,15 @@ class Links:
     def mean(self, numbers: torch.Tensor, bits: int | None) -> torch.Tensor:
         """Over members, the same on all of them to the last bit; ``numbers`` may be overwritten."""
         size = len(self._known[1])
-        if size == 1 or not numbers.numel():
+        if not numbers.numel() or (size == 1 and bits is None):
             return numbers
         if bits is None:
             with self._waiting("the mean with", self._known[1]):
                 self._group.allreduce([numbers]).wait()
             return numbers / size
         payload = quantize(numbers, bits)
+        if size == 1:  # rounded, too: what this leaves out is added to the next
+            return mean_of([payload], numbers.numel(), bits)
         every = [torch.empty_like(payload) for _ in range(size)]
         with self._waiting("the mean with", self._known[1]):
             self._group.allgather([every], [payload]).wait()

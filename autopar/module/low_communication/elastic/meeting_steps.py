@@ -96,6 +96,7 @@ class MeetingSteps(OptimizerSteps):
         self._underway: Underway[Held] | None = None
         self._to_pull: tuple[int, ...] = ()
         self._left: dict[int, torch.Tensor] = {}
+        self._former: tuple[int, ...] = ()
         self._thread = threading.get_ident()
         require_exchangeable(self._tensors(), wanted.rest["bits"])
 
@@ -200,6 +201,10 @@ class MeetingSteps(OptimizerSteps):
         assert settings is not None
         word = held.meeting.words[giver_of(held.meeting)]
         self._members, self.rounds = held.meeting.members, word["rounds"]
+        if held.mean is None:
+            self._left = self._left if self._goes_on(held) else {}
+        elif held.given is not None:
+            self._left = {}
         if held.given is not None:
             take(self.model, self.optimizer, self._stateful, outer, held.given)
             self.steps, self._since = word["steps"], word["since"]
@@ -212,10 +217,28 @@ class MeetingSteps(OptimizerSteps):
             self.rounds += settings.fragments - 1 in word["fragments"]
         self._to_pull = tuple(word["fragments"])
         if held.given is not None or held.mean is None:  # it begins from there
-            self._tokens, self._to_pull, self._left = Tokens(), (), {}
+            self._tokens, self._to_pull = Tokens(), ()
             for fragment in self._all_fragments:
                 outer.pull(fragment, self._tensors(), 0.0)
         return held.mean is not None
+
+    def _goes_on(self, held: Held) -> bool:
+        """Where a run begins: whether it does so from what this worker has loaded, so that its errors are of that."""
+        if not self._wanted.rest["feedback"]:
+            return False
+        anchor = self._made().anchor.values()
+        alike = held.given is None or all(map(torch.equal, anchor, held.given[1]))
+        goes_on = all(self._context.gather(alike, "what the few bits of the run before have left out"))
+        if self._left and not goes_on:
+            logger.warning(
+                "worker %s: what its few bits have left out (feedback=True) is of another checkpoint than the one "
+                "that worker %s has, from which all begin, and is dropped", self.worker, giver_of(held.meeting).number,
+            )  # fmt: skip
+        gone = set(self._former) - {s.number for s in held.meeting.members}
+        if gone and held.given is None:
+            logger.warning("what the few bits of workers %s have left out is lost: they have not come", sorted(gone))
+        self._former = ()
+        return goes_on
 
     def _use(self, mix: float | None) -> bool:
         """Use what has come of the meeting that is under way, if there is one; whether that is an outer step.

@@ -104,8 +104,8 @@ class ElasticWorkers(MeetingSteps):
             bits: 8 or 4, which each number is sent in, as of `autopar.LocalSteps`.
             weighted: a worker counts in each mean as much as the tokens that `add_tokens` has been told of since the
                 last one.
-            feedback: what ``bits`` leave out of a difference is added to the next one; a newcomer, and who goes on from
-                a checkpoint, has left out nothing yet.
+            feedback: what ``bits`` leave out of a difference is added to the next one; a newcomer has left out nothing
+                yet. Each worker then saves, and loads, a folder of its own.
             grace: seconds that those who have come to a meeting wait for others who took part in the last one.
             timeout: seconds for an exchange, or for a word of another worker that takes part in a meeting.
             quorum_timeout: seconds to wait for other workers to come: longer than a round takes.

@@ -224,7 +224,7 @@ class StaleGradients(WorkerExchange):
         group = workers.everyone.new_group(dist.get_process_group_ranks(workers.group), self.what)
         self._mail = Mail(
             group, workers.index, self._arrived,
-            self._reply if workers.index < self._owner_count else None,
+            self._reply if workers.index < self._owner_count else None, self._broken_off,
             [NUMBER * head + itemsize * n for head, n in zip(heads, numbers, strict=True)],
             [NUMBER + itemsize * n if i < self._owner_count else 0 for i, n in enumerate(numbers)],
         )  # fmt: skip
@@ -243,6 +243,9 @@ class StaleGradients(WorkerExchange):
         head, gradient = parts(received, self._head(self._workers.index), self._dtype)
         lrs, given = head[1 : 1 + groups], [bool(x) for x in head[1 + groups :]]
         return owner.push(sender, gradient, given, lrs)
+
+    def _broken_off(self, why: str) -> None:
+        self._workers.everyone.break_off(f"{self.what} of {self.model._autopar.name}, {why}")
 
     def _reply(self) -> torch.Tensor:
         owner = self._made()

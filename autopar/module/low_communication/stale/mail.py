@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from autopar.runtime.agreement.control import first_line, is_of_collective
+
 PUSH, REPLY = 1, 2
 """Tags: a gradient to an owner, and the owner's values back."""
 
@@ -46,6 +48,7 @@ class Mail:
         index: of this worker.
         arrived: is called with each gradient that comes, this worker's own too, by one thread at a time.
         reply: what goes to workers that are released; None: this rank owns nothing.
+        fail: is told, in a thread, why this rank takes no more gradients.
         push_bytes: of a gradient that goes to each worker.
         reply_bytes: of what comes from each worker, 0 if it owns nothing.
         sent: bytes that this rank has sent, or is about to.
@@ -55,6 +58,7 @@ class Mail:
     index: int
     arrived: Arrived
     reply: Callable[[], torch.Tensor] | None
+    fail: Callable[[str], None]
     push_bytes: Sequence[int]
     reply_bytes: Sequence[int]
     sent: int = 0
@@ -92,6 +96,8 @@ class Mail:
             with self._released:
                 self._failed = e
                 self._released.notify_all()
+            if not is_of_collective(e):  # of a rank that is gone the others know
+                self.fail(f"taking a gradient of worker {other}: {type(e).__name__}: {first_line(e)}")
 
     def _take(self, sender: int, received: torch.Tensor) -> None:
         """Give a gradient to the owner, and its values to who is released."""

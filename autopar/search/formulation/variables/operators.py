@@ -75,10 +75,11 @@ def _layout_numbers(context: BuildContext, type_: TensorType, placements: list[P
     # There are far fewer layouts than candidates: each is looked up once, by its placements as digits of a number.
     base = len(numbers)
     packed = code @ (base ** np.arange(len(axes)))
-    unique, inverse = np.unique(packed, return_inverse=True)
-    names = list(numbers)
-    found = [table.index[tuple(names[(int(u) // base**a) % base] for a in axes)] for u in unique]
-    return np.array(found, dtype=np.int64)[inverse]
+    names, found = list(numbers), np.full(base ** len(axes), -1)
+    found[packed] = 0
+    for u in np.flatnonzero(found + 1):
+        found[u] = table.index[tuple(names[(int(u) // base**a) % base] for a in axes)]
+    return found[packed]
 
 
 def _allowed(context: BuildContext, key: str, operator: Operator) -> tuple[frozenset[str], ...]:

@@ -1,16 +1,14 @@
-"""Scaled dot-product attention: our operator, and those of single devices, where a graph has one that stays.
+"""Scaled dot-product attention: our operators.
 
 Batch and heads are free. So are queries, where the kernel takes any mask: a causal one must know which queries a device
 has. The gradients of keys and values are sums over them. Keys are tied together by the softmax. With dropout it is as
-free, since what is kept is an argument of our operator; kernels that draw themselves cannot be split.
+free, since what is kept is an argument.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from autopar.ir.ops import attention as ours
 from autopar.ir.ops import balanced_attention as in_blocks
@@ -20,112 +18,27 @@ from autopar.ir.ops.sequence import masked_attention as masked
 from autopar.ir.ops.sequence import masked_parts as in_parts
 from autopar.ir.ops.sequence import ring_attention as in_a_ring
 from autopar.ir.ops.sequence import ring_beside_rows as beside_rows
-from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Lowering, Rule, Spec, dims, rule
-
-aten = torch.ops.aten
-
-BHQD = "b(hg)qd"
-BHKD = "bhkd"
-BHKE = "bhke"
-BHQE = "b(hg)qe"
-BHQK = "b(hg)qk"
+from autopar.rules.rule import ANY, LAST, Lowering, Rule, Spec, rule
+from autopar.strategies.attention.letters import (
+    BHKD,
+    BHKE,
+    BHQD,
+    BHQE,
+    BHQK,
+    HEADS_LAST,
+    blocked,
+    count_flops,
+    head_sizes,
+    hide_later_keys,
+    mask_letters,
+    plain_letters,
+)
 
 FORWARD_PASSES, BACKWARD_PASSES = 11, 24
 """How often attention by its formula reads or writes a tensor of its scores' size, see `attention_kernels.math`."""
 
 WORTH_BLOCKS = 3e11
 """Operations that a device must save by not computing what a causal mask hides, about 100 launches on an H100."""
-
-HEADS_LAST = (LAST,) * 3
-"""Kernels read the elements of a query, a key or a value as contiguous."""
-
-
-def _mask(mask: Spec) -> str:
-    """Letters of a mask that broadcasts to ``b(hg)qk``; g is 1 where there is one."""
-    # Masks align at the last dim.
-    names = ["b", "hg", "q", "k"][4 - mask.ndim :]
-    return dims([c if n != 1 else "" for c, n in zip(names, mask.shape, strict=True)])
-
-
-def _plain(t: Any) -> list[str]:
-    """A tensor argument without split dims, such as a random state; nothing if it is absent."""
-    return ["1" * t.ndim or "."] if isinstance(t, Spec) else []
-
-
-def _sizes(query: Spec, key: Spec) -> dict[str, int]:
-    return {"h": key.shape[1], "g": query.shape[1] // key.shape[1]}
-
-
-def _blocked(dropout_p: float, queries: bool) -> str:
-    if dropout_p > 0:
-        return "bhgqkde"  # random numbers depend on the position in the local tensor
-    return "kde" + ("q" if queries else "")
-
-
-def _flops(query: Spec, key: Spec, value: Spec, products: float, causal: bool) -> float:
-    """Operations of some products of scores' size; a kernel skips what a causal mask hides."""
-    (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
-    # The lower triangle; causal masks of other shapes are counted in full.
-    pairs = q * (q + 1) / 2 if causal and q == k else q * k
-    return products * b * h * pairs * (d + e)
-
-
-def _masking(kernel: Any) -> Lowering:
-    """A causal kernel on some of the queries: it must be told which keys these do not see, and skips none of them."""
-
-    def build(context: Any, *args: Any, scale: float | None = None) -> Any:
-        *tensors, dropout_p, _ = args
-        return kernel(*tensors, dropout_p, False, attn_mask=_hidden(context, tensors[0]), scale=scale)
-
-    return Lowering(build)
-
-
-def _hidden(context: Any, like: Any) -> Any:
-    """What is added to the scores of this device's queries, so that they do not see later keys."""
-    queries, keys = context.local_size("q"), context.global_size("k")
-    # Row r of this device is query ``index * queries + r``, which sees the keys up to itself.
-    hidden = aten.new_full.default(like, [queries, keys], -math.inf)
-    return aten.triu.default(hidden, context.axis_index() * queries + 1)
-
-
-def _forward(
-    query: Spec, key: Spec, value: Spec, extra: list[str], outputs: str, dropout_p: float, causal: bool,
-    tied: bool = False, masked: Any = None, strides: tuple[str, ...] = HEADS_LAST,
-) -> Rule:  # fmt: skip
-    """A forward kernel; ``tied``: its queries cannot be split; ``masked``: the kernel that takes any mask."""
-    # Only a kernel that takes a mask can be told which queries a device has.
-    told = causal and masked is not None
-    return Rule(
-        f"{','.join([BHQD, BHKD, BHKE, *extra])}->{outputs}",
-        blocked=_blocked(dropout_p, tied or (causal and not told)),
-        # Outputs without these letters are random states, the same on every device.
-        keep="bhgq",
-        random=dropout_p > 0,
-        lower={"q": _masking(masked)} if told else {},
-        sizes=_sizes(query, key),
-        flops=_flops(query, key, value, 2.0, causal),
-        strides=strides,
-    )
-
-
-def _backward(
-    query: Spec, key: Spec, value: Spec, inputs: list[str], outputs: str, dropout_p: float, causal: bool,
-    tied: bool = False, scaled: Any = (), masked: Any = None, strides: tuple[str, ...] = (),
-) -> Rule:  # fmt: skip
-    """Its backward kernel."""
-    told = causal and masked is not None
-    return Rule(
-        f"{','.join(inputs)}->{outputs}",
-        blocked=_blocked(dropout_p, tied or (causal and not told)),
-        reduce="bhgq",
-        # Linear in the gradient of the output, all that was saved being fixed.
-        linear=((0,),) if dropout_p == 0 else (),
-        scaled=dict(scaled),
-        lower={"q": _masking(masked)} if told else {},
-        sizes=_sizes(query, key),
-        flops=_flops(query, key, value, 5.0, causal),
-        strides=strides,
-    )
 
 
 def _balances(context: Any, query: Any, _: Any, value: Any) -> bool:
@@ -158,7 +71,7 @@ def _masked(kernel: Any, bias: int, causal: int, balanced: Any) -> Lowering:
     def build(context: Any, *args: Any) -> Any:
         if args[bias + 1] is None and _balances(context, *args[bias - 3 : bias]):
             return balanced(context, args)
-        mask = _hidden(context, args[0])
+        mask = hide_later_keys(context, args[0])
         return kernel(*({bias: mask, causal: False}.get(i, a) for i, a in enumerate(args)))
 
     return Lowering(build)
@@ -243,16 +156,16 @@ def attention(
 ) -> Rule:
     """Attention, with dropout or without."""
     told = bias is None and is_causal
-    extra = [*([] if bias is None else [_mask(bias)]), *_pairs(kept)]
+    extra = [*([] if bias is None else [mask_letters(bias)]), *_pairs(kept)]
     return Rule(
         f"{','.join([BHQD, BHKD, BHKE, *extra])}->{BHQE},b(hg)q",
-        blocked=_blocked(0.0, is_causal and not told),
+        blocked=blocked(0.0, is_causal and not told),
         lower={
             **({"q": _masked(ours.attention, 3, 6, _forward_in_blocks)} if told else {}),
             **_ring(query, key, bias, kept, is_causal, _forward_in_a_ring, _forward_beside_rows),
         },
-        sizes=_sizes(query, key),
-        flops=_flops(query, key, value, 2.0, is_causal),
+        sizes=head_sizes(query, key),
+        flops=count_flops(query, key, value, 2.0, is_causal),
         between=_formula(query, key, kept, FORWARD_PASSES),
         # The formula, which is what takes an argument of what is kept, reads any strides.
         strides=HEADS_LAST if kept is None else ANY,
@@ -276,12 +189,12 @@ def attention_backward(
 ) -> Rule:
     """Its gradients; of the bias, if it has one and it is wanted, the sum over what it is the same for."""
     told = bias is None and is_causal
-    masks = [] if bias is None else [_mask(bias)]
+    masks = [] if bias is None else [mask_letters(bias)]
     inputs = [BHQE, BHQD, BHKD, BHKE, *masks, *_pairs(kept), BHQE, "b(hg)q"]
     made = masks[0] if masks and bias_gradient else "_"
     return Rule(
         f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{made}",
-        blocked=_blocked(0.0, is_causal and not told),
+        blocked=blocked(0.0, is_causal and not told),
         reduce="bhgq",
         # Linear in the gradient of the output, all that was saved being fixed.
         linear=((0,),),
@@ -289,8 +202,8 @@ def attention_backward(
             **({"q": _masked(ours.attention_backward, 4, 9, _backward_in_blocks)} if told else {}),
             **_ring(query, key, bias, kept, is_causal, _backward_in_a_ring, _backward_beside_rows),
         },
-        sizes=_sizes(query, key),
-        flops=_flops(query, key, value, 5.0, is_causal),
+        sizes=head_sizes(query, key),
+        flops=count_flops(query, key, value, 5.0, is_causal),
         between=_formula(query, key, kept, BACKWARD_PASSES),
         strides=(LAST, *HEADS_LAST, *[ANY] * len(masks), LAST) if kept is None else ANY,
     )
@@ -318,9 +231,9 @@ def _by_function(
     wide = max(getattr(query.dtype, "itemsize", 4), 4)
     passes = (FORWARD_PASSES if products < 5.0 else BACKWARD_PASSES) if by_formula else 0
     return {
-        "blocked": _blocked(0.0, False),
+        "blocked": blocked(0.0, False),
         "lower": {**({"q": Lowering(lower[0])} if split else {}), **ring},
-        "sizes": _sizes(query, key),
+        "sizes": head_sizes(query, key),
         "flops": products * b * h * scores * (d + e),
         "between": read + passes * wide * b * h * scores,
     }
@@ -338,15 +251,16 @@ def _tables(mask: tuple[Any, ...]) -> list[str]:
 
 def _shift(rest: tuple[Any, ...]) -> list[str]:
     """Letters of what scores are less, of some of the keys."""
-    return [_mask(t) for t in rest if isinstance(t, Spec)]
+    return [mask_letters(t) for t in rest if isinstance(t, Spec)]
 
 
 @rule(masked.attention_masked)
 def attention_masked(query: Spec, key: Spec, value: Spec, leaves: Sequence[Spec], *mask: Any) -> Rule:
     """Attention under a mask that is given by its function."""
     lower = (in_parts.of_some_queries, in_parts.attend)
+    inputs = [BHQD, BHKD, BHKE, *map(mask_letters, leaves), *_tables(mask), *_shift(mask[11:])]
     return Rule(
-        f"{','.join([BHQD, BHKD, BHKE, *map(_mask, leaves), *_tables(mask), *_shift(mask[11:])])}->{BHQE},b(hg)q",
+        f"{','.join(inputs)}->{BHQE},b(hg)q",
         strides=ANY if _is_by_formula(mask) else HEADS_LAST,
         **_by_function(query, key, value, leaves, mask[:11], 2.0, lower),
     )
@@ -358,7 +272,7 @@ def attention_masked_backward(
 ) -> Rule:
     """Its gradients; of the table, if it has one and it is wanted, the sum over what it is the same for."""
     lower, tables = (in_parts.gradients_of_some_queries, in_parts.gradients), _tables(mask)
-    inputs = [BHQE, BHQD, BHKD, BHKE, *map(_mask, leaves), BHQE, "b(hg)q", *tables, *_shift(mask[12:])]
+    inputs = [BHQE, BHQD, BHKD, BHKE, *map(mask_letters, leaves), BHQE, "b(hg)q", *tables, *_shift(mask[12:])]
     made = tables[0] if tables and mask[11:12] == (True,) else "_"
     return Rule(
         f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{made}",
@@ -394,12 +308,12 @@ def attention_block(
     query: Spec, key: Spec, value: Spec, bias: Spec | None, kept: Spec | None, shift: Spec, *_: Any
 ) -> Rule:  # fmt: skip
     """Attention to some keys, which lowerings emit."""
-    tensors = [BHQD, BHKD, BHKE, *([] if bias is None else [_mask(bias)]), *_pairs(kept), _mask(shift)]
+    tensors = [BHQD, BHKD, BHKE, *([] if bias is None else [mask_letters(bias)]), *_pairs(kept), mask_letters(shift)]
     return Rule(
         f"{','.join(tensors)}->{BHQE},b(hg)q",
-        blocked=_blocked(0.0, False),
-        sizes=_sizes(query, key),
-        flops=_flops(query, key, value, 2.0, False),
+        blocked=blocked(0.0, False),
+        sizes=head_sizes(query, key),
+        flops=count_flops(query, key, value, 2.0, False),
         between=_formula(query, key, query, FORWARD_PASSES),
         strides=ANY,
     )
@@ -410,15 +324,15 @@ def attention_block_backward(
     grad: Spec, query: Spec, key: Spec, value: Spec, bias: Spec | None, kept: Spec | None, shift: Spec, *rest: Any
 ) -> Rule:  # fmt: skip
     """Its gradients."""
-    masks = [] if bias is None else [_mask(bias)]
-    inputs = [BHQE, BHQD, BHKD, BHKE, *masks, *_pairs(kept), _mask(shift), BHQE, "b(hg)q"]
+    masks = [] if bias is None else [mask_letters(bias)]
+    inputs = [BHQE, BHQD, BHKD, BHKE, *masks, *_pairs(kept), mask_letters(shift), BHQE, "b(hg)q"]
     return Rule(
         f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{masks[0] if masks and rest[-1] else '_'}",
-        blocked=_blocked(0.0, False),
+        blocked=blocked(0.0, False),
         reduce="bhgq",
         linear=((0,),),
-        sizes=_sizes(query, key),
-        flops=_flops(query, key, value, 5.0, False),
+        sizes=head_sizes(query, key),
+        flops=count_flops(query, key, value, 5.0, False),
         between=_formula(query, key, query, BACKWARD_PASSES),
         strides=ANY,
     )
@@ -427,9 +341,9 @@ def attention_block_backward(
 @rule(ours.attention_drawing)
 def attention_drawing(query: Spec, key: Spec, value: Spec, bias: Spec | None, *rest: Any) -> Rule:
     """Attention that draws what dropout keeps: a pass makes it of blocks, which cannot be cut further."""
-    extra = [] if bias is None else [_mask(bias)]
-    equation, sizes = f"{','.join([BHQD, BHKD, BHKE, *extra])}->{BHQE},b(hg)q,_,_", _sizes(query, key)
-    flops = _flops(query, key, value, 2.0, rest[1])
+    extra = [] if bias is None else [mask_letters(bias)]
+    equation, sizes = f"{','.join([BHQD, BHKD, BHKE, *extra])}->{BHQE},b(hg)q,_,_", head_sizes(query, key)
+    flops = count_flops(query, key, value, 2.0, rest[1])
     return Rule(equation, blocked="bhgqkde", random=True, sizes=sizes, flops=flops, strides=HEADS_LAST)
 
 
@@ -439,121 +353,10 @@ def attention_drawing_backward(
     offset: Spec, *rest: Any,
 ) -> Rule:  # fmt: skip
     """Its gradients."""
-    masks = [] if bias is None else [_mask(bias)]
-    state = [text for t in (seed, offset) for text in _plain(t)]
+    masks = [] if bias is None else [mask_letters(bias)]
+    state = [text for t in (seed, offset) for text in plain_letters(t)]
     inputs, made = [BHQE, BHQD, BHKD, BHKE, *masks, BHQE, "b(hg)q", *state], masks[0] if masks and rest[-1] else "_"
-    equation, sizes = f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{made}", _sizes(query, key)
+    equation, sizes = f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{made}", head_sizes(query, key)
     strides = (LAST, *HEADS_LAST, *[ANY] * len(masks), LAST)
-    flops = _flops(query, key, value, 5.0, rest[1])
+    flops = count_flops(query, key, value, 5.0, rest[1])
     return Rule(equation, blocked="bhgqkde", sizes=sizes, flops=flops, strides=strides)
-
-
-@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
-def cpu(
-    query: Spec, key: Spec, value: Spec, dropout_p: float = 0.0, is_causal: bool = False, *,
-    attn_mask: Spec | None = None, scale: float | None = None,
-) -> Rule:  # fmt: skip
-    """Attention on a CPU."""
-    extra = [] if attn_mask is None else [_mask(attn_mask)]
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
-    return _forward(query, key, value, extra, f"{BHQE},b(hg)q", dropout_p, is_causal, masked=kernel)
-
-
-@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def cpu_backward(
-    grad: Spec, query: Spec, key: Spec, value: Spec, out: Spec, logsumexp: Spec, dropout_p: float, is_causal: bool, *,
-    attn_mask: Spec | None = None, scale: float | None = None,
-) -> Rule:  # fmt: skip
-    """Its gradients of query, key and value."""
-    extra = [] if attn_mask is None else [_mask(attn_mask)]
-    inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q", *extra]
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    return _backward(
-        query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", dropout_p, is_causal, masked=kernel,
-        strides=(ANY, *HEADS_LAST, LAST),
-    )  # fmt: skip
-
-
-@rule(aten._scaled_dot_product_flash_attention.default)
-def flash(
-    query: Spec, key: Spec, value: Spec, dropout_p: float = 0.0, is_causal: bool = False, *_: Any, **__: Any
-) -> Rule:
-    """Flash attention on a GPU."""
-    outputs = f"{BHQE},b(hg)q,_,_,_,_,1,.,1"
-    return _forward(query, key, value, [], outputs, dropout_p, is_causal)
-
-
-@rule(aten._scaled_dot_product_flash_attention_backward.default)
-def flash_backward(grad: Spec, query: Spec, key: Spec, value: Spec, *args: Any, **_: Any) -> Rule:
-    """Its gradients; ``args``: out, logsumexp, cum_seq (2), max_q, max_k, dropout, causal, seed, offset."""
-    # Cumulative lengths are None outside of nested tensors; seed and offset are small tensors.
-    plain = [text for t in (*args[2:4], *args[8:10]) for text in _plain(t)]
-    inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q", *plain]
-    strides = (LAST, *HEADS_LAST, LAST, ROW_MAJOR)
-    outputs = f"{BHQD},{BHKD},{BHKE}"
-    return _backward(query, key, value, inputs, outputs, args[6], args[7], scaled={8: "q"}, strides=strides)
-
-
-@rule(aten._scaled_dot_product_efficient_attention.default)
-def efficient(
-    query: Spec,
-    key: Spec,
-    value: Spec,
-    attn_bias: Spec | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Rule:
-    """Memory-efficient attention on a GPU; its logsumexp is padded, so queries are not split."""
-    extra = [] if attn_bias is None else [_mask(attn_bias)]
-    strides = (*HEADS_LAST, LAST)
-    return _forward(query, key, value, extra, f"{BHQE},b(hg)1,.,.", dropout_p, is_causal, tied=True, strides=strides)
-
-
-@rule(aten._scaled_dot_product_efficient_attention_backward.default)
-def efficient_backward(
-    grad: Spec, query: Spec, key: Spec, value: Spec, attn_bias: Spec | None, *args: Any, **_: Any
-) -> Rule:
-    """Its gradients; ``args``: out, logsumexp, seed, offset, dropout, gradient mask, causal."""
-    bias = [] if attn_bias is None else [_mask(attn_bias)]
-    plain = [text for t in args[2:4] for text in _plain(t)]
-    inputs = [BHQE, BHQD, BHKD, BHKE, *bias, BHQE, "b(hg)1", *plain]
-    outputs = [BHQD, BHKD, BHKE, *(bias or ["_"])]
-    # The gradient mask says which of the four gradients there are.
-    masked = ",".join(text if wanted else "_" for text, wanted in zip(outputs, args[5], strict=True))
-    strides = (LAST, *HEADS_LAST, *[LAST] * len(bias), LAST, ROW_MAJOR)
-    return _backward(query, key, value, inputs, masked, args[4], any(args[6:7]), tied=True, strides=strides)
-
-
-@rule(aten._scaled_dot_product_cudnn_attention.default)
-def cudnn(
-    query: Spec,
-    key: Spec,
-    value: Spec,
-    attn_bias: Spec | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *_: Any,
-    **__: Any,
-) -> Rule:
-    """CuDNN's attention."""
-    extra = [] if attn_bias is None else [_mask(attn_bias)]
-    outputs, strides = f"{BHQE},b(hg)q1,_,_,_,_,.,.,_", (*HEADS_LAST, LAST)
-    return _forward(query, key, value, extra, outputs, dropout_p, is_causal, strides=strides)
-
-
-@rule(aten._scaled_dot_product_cudnn_attention_backward.default)
-def cudnn_backward(grad: Spec, query: Spec, key: Spec, value: Spec, *args: Any, **_: Any) -> Rule:
-    """Its gradients; ``args``: out, logsumexp, seed, offset, bias, cum_seq (2), max_q, max_k, dropout, causal."""
-    bias = [_mask(args[4])] if isinstance(args[4], Spec) else []
-    plain = [text for t in args[2:4] for text in _plain(t)]
-    cumulative = [text for t in args[5:7] for text in _plain(t)]
-    inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q1", *plain, *bias, *cumulative]
-    outputs, strides = (
-        f"{BHQD},{BHKD},{BHKE}",
-        (LAST, *HEADS_LAST, LAST, ROW_MAJOR, *[ANY] * len(plain), *[LAST] * len(bias)),
-    )
-    return _backward(query, key, value, inputs, outputs, args[9], args[10], scaled={11: "q"}, strides=strides)
