@@ -161,7 +161,7 @@ class Threads:
             for kind in kinds:
                 own = vars(kind).get("__setattr__")
                 with contextlib.suppress(TypeError):  # a class of C cannot be changed, nor can its attributes
-                    kind.__setattr__ = self._noting(kind.__setattr__)
+                    kind.__setattr__ = self._noting(kind, own)
                     before.append((kind, own))
             yield
         finally:
@@ -171,12 +171,16 @@ class Threads:
                 else:
                     kind.__setattr__ = own
 
-    def _noting(self, assign: Any) -> Any:
+    def _noting(self, kind: Any, own: Any) -> Any:
         def noting(value: Any, name: str, new: Any) -> None:
             if get_ident() == self._own:
                 self._ours.add((id(value), name))
             else:
                 self._theirs[id(value), name] = value
-            assign(value, name, new)
+            # Looked up at each call: `Origins` puts another one on `nn.Module` meanwhile.
+            if own is None:
+                super(kind, value).__setattr__(name, new)
+            else:
+                own(value, name, new)
 
         return noting
