@@ -143,7 +143,8 @@ def _grouped_mm(
 ) -> torch.Tensor:
     """A grouped product of fake tensors, of all dtypes that kernels take, with their errors and strides.
 
-    Torch's own takes bfloat16 alone, and says of a CPU's result that its rows follow one another.
+    Torch's own takes bfloat16 alone, and says of a CPU's result that its rows follow one another. There is one for the
+    whole process: `torch.compile` and `torch.export` of other models have this one, too.
     """
     names = {torch.float64: "Double", torch.int32: "Int", torch.int64: "Long"}
     got = names.get(mat_a.dtype, str(mat_a.dtype))

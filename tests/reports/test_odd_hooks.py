@@ -159,12 +159,21 @@ def test_a_hook_on_all_modules(register: Callable[..., Any], handles: list[Any])
 
 
 def test_operations_of_a_first_call_are_counted_as_in_eager_mode() -> None:
-    """Torch's counter registers hooks on all modules, and on tensors."""
-    made = Model(lambda m, x: m.f(x))
+    """Torch's counter registers hooks on all modules, and on tensors; planning runs operators of shapes not yet seen."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(11, 13)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.f(x).tanh().square().mean()
+
+    made, x = Odd(), torch.ones(7, 11)
     counts = []
     for model in (made, parallelize(copy.deepcopy(made), None)):
         with FlopCounterMode(display=False) as counter:
-            model(batch(0)).backward()
+            model(x).backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
 

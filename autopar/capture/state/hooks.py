@@ -119,11 +119,8 @@ class Hooks(TorchFunctionMode):
 
     def _watch_values(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any, **kwargs: Any) -> Any:
-            state, versions, registered = (
-                Record.of(hook, self._record.threads),
-                self._fingerprint(args),
-                self._registered,
-            )
+            state = Record.of(hook, self._record.threads)
+            versions, registered = self._fingerprint(args), self._registered
             own, known = self._own_state(), self._counted.get((module, at))
             state.track(known or ())
             try:

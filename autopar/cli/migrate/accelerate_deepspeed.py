@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autopar.cli.migrate.keys import NO_COUNTERPART, NOT_NEEDED, Keys, Reasons, one_of
 from autopar.cli.migrate.setup import DDP, FSDP, ZERO1, ZERO2
 
 SECTION = "deepspeed_config"
+OFFLOAD = f"{SECTION}.offload_{{}}_device"
 SCALER = {"init_scale": 2.0**16, "growth_interval": 1000}
 """Arguments of the loop's GradScaler: DeepSpeed's defaults, which accelerate leaves as they are."""
 
@@ -27,8 +26,6 @@ REASONS: Reasons = {
     f"{SECTION}.zero3_init_flag": (NOT_NEEDED, "a model on the meta device takes init=, a file"),
     f"{SECTION}.zero3_save_16bit_model": (NOT_NEEDED, "full_state_dict() gathers, autopar.checkpoint does not"),
 }
-
-_DEVICE = one_of("none", "cpu", "nvme")
 
 
 def data_of(keys: Keys) -> str:
@@ -50,19 +47,3 @@ def data_of(keys: Keys) -> str:
     data = (DDP, ZERO1, ZERO2, FSDP)[stage]
     keys.translate(key, f"recipe {data!r}")
     return data
-
-
-def offload_of(keys: Keys) -> dict[str, Any]:
-    """The pin that offloads."""
-    pins = {}
-    for what in ("optimizer", "param"):
-        key = f"{SECTION}.offload_{what}_device"
-        device = keys.read(key, _DEVICE, "none")
-        if device == "none":
-            keys.drop(key, "nothing is offloaded, as without it")
-        elif device == "cpu" and what == "optimizer":
-            pins["offload"] = "search"
-            keys.translate(key, "pin offload='search': optimizer state, and what is saved, where memory asks for it")
-        else:
-            keys.lack(key, "nothing is offloaded to disks" if device == "nvme" else "parameters stay on devices")
-    return pins

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.cli.migrate import accelerate_deepspeed as deepspeed
+from autopar.cli.migrate.deepspeed import offload_of
 from autopar.cli.migrate.keys import COUNT, FLAG, NO_COUNTERPART, NOT_NEEDED, NUMBER, Keys, Reasons, one_of
 from autopar.cli.migrate.setup import DDP, FSDP, ZERO2, Parallelism, Setup, on_devices
 
@@ -106,7 +107,7 @@ def of_accelerate(keys: Keys, devices: int | None) -> Setup:
         shards=shards,
         tensor=sizes["tp"] or 1,
         context=(sizes["cp"] or 1) * (sizes["sp"] or 1),
-        pins=_pins(keys) | (deepspeed.offload_of(keys) if kind == _DEEPSPEED else {}),
+        pins=_pins(keys) | (offload_of(keys, deepspeed.OFFLOAD) if kind == _DEEPSPEED else {}),
     )
     parallelism = on_devices(parallelism, count, str(keys.file))
     key = _key(keys, kind, "gradient_clipping")

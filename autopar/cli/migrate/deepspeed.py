@@ -156,11 +156,16 @@ def _secondary(keys: Keys, data: str, *, alone: bool) -> int:
     return size
 
 
-def _offload(keys: Keys) -> dict[str, Any]:
-    """The pin that offloads."""
+def offload_of(keys: Keys, name: str) -> dict[str, Any]:
+    """The pin that offloads.
+
+    Args:
+        keys: of the file.
+        name: of the key with the device, with ``{}`` for what is offloaded.
+    """
     pins = {}
-    for what in ("offload_optimizer", "offload_param"):
-        key = f"zero_optimization.{what}.device"
+    for what in ("optimizer", "param"):
+        key = name.format(what)
         device = keys.read(key, _DEVICE, "none")
         if device == "none":
             keys.drop(key, "nothing is offloaded, as without it")
@@ -168,13 +173,19 @@ def _offload(keys: Keys) -> dict[str, Any]:
             keys.lack(
                 key, "nothing is offloaded to disks; device 'cpu' of offload_optimizer is the pin offload='search'"
             )
-        elif what == "offload_param":
+        elif what == "param":
             keys.lack(
                 key, "parameters stay on devices; the pin offload='search' offloads optimizer state and what is saved"
             )
         else:
             pins["offload"] = "search"
             keys.translate(key, "pin offload='search': optimizer state, and what is saved, where memory asks for it")
+    return pins
+
+
+def _offload(keys: Keys) -> dict[str, Any]:
+    """The same, of all keys that speak of it."""
+    pins = offload_of(keys, "zero_optimization.offload_{}.device")
     for key in keys:
         if key.startswith("zero_optimization.offload_param.") and key != "zero_optimization.offload_param.device":
             keys.lack(key, "parameters stay on devices")
