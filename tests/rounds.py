@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.search import find, padding
+from autopar.search import padding, rounds
 from autopar.search.budget.cutoff import Cutoff
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
@@ -23,12 +23,12 @@ THOROUGH = (
 )  # fmt: skip
 """Tests of what is found, and of what is said of it; others need not find the best."""
 
-_thorough, _priced = find._Rounds.rest, padding.predict
+_thorough, _priced = rounds.Rounds.rest, padding.predict
 
 
-def _once(rounds: find._Rounds, cutoff: Cutoff | None) -> Plan:
-    rounds.job = replace(rounds.job, rough=True)
-    return _thorough(rounds, cutoff)
+def _once(own: rounds.Rounds, cutoff: Cutoff | None) -> Plan:
+    own.job = replace(own.job, rough=True)
+    return _thorough(own, cutoff)
 
 
 def _unpriced(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None = None) -> Plan:
@@ -38,10 +38,10 @@ def _unpriced(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | 
 
 def search_thoroughly(thoroughly: bool) -> None:
     """From here on, in this process."""
-    find._Rounds.rest = _thorough if thoroughly else _once  # type: ignore[method-assign]
+    rounds.Rounds.rest = _thorough if thoroughly else _once  # type: ignore[method-assign]
     padding.predict = _priced if thoroughly else _unpriced
 
 
 def searches_thoroughly() -> bool:
     """Whether searches of this process try all weights."""
-    return find._Rounds.rest is _thorough
+    return rounds.Rounds.rest is _thorough

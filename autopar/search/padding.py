@@ -15,7 +15,7 @@ from autopar.passes.pad_dims import attention_heads, pad
 from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.budget.repair import costed, repaired
-from autopar.search.find import EXACT_AXES, Begun, begin, require_splits
+from autopar.search.find import Begun, begin, require_splits
 from autopar.search.finished_plan import Shapes, finished_plan, joint_certificate
 from autopar.search.formulation.axis_roles import DATA, SEQUENCE, TENSOR, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
@@ -24,6 +24,7 @@ from autopar.search.formulation.secondary import secondary_copies
 from autopar.search.options import Job
 from autopar.search.predict import predict
 from autopar.search.random_plan import random_plan
+from autopar.search.rounds import EXACT_AXES
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import layer_classes
 
@@ -67,9 +68,8 @@ def best_padded(program: Program, part: Program, job: Job) -> Plan:
             # the mesh. And roles say more clearly what is wrong.
             if None in roles and not job.restrictions.layouts:
                 require_splits(dims, axes)
-            begun.append(
-                (_begin(padded, dims, replace(job, search=search, restrictions=limits, cutoff=cutoff)), shapes)
-            )
+            own = replace(job, search=search, restrictions=limits, cutoff=cutoff)
+            begun.append((_begin(padded, dims, own), shapes))
         except InfeasibleError as e:
             errors.append(e)
             pruned += [e.bound] if isinstance(e, PrunedError) else []

@@ -159,7 +159,7 @@ def test_a_hook_on_all_modules(register: Callable[..., Any], handles: list[Any])
 
 
 def test_operations_of_a_first_call_are_counted_as_in_eager_mode() -> None:
-    """Torch's counter registers hooks on all modules, and on tensors; planning runs operators of shapes not yet seen."""
+    """Torch's counter registers hooks on all modules and tensors; planning runs operators, of shapes not yet seen."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:

@@ -14,11 +14,12 @@ from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.layout import Split
 from autopar.search.budget.cutoff import Cutoff, PrunedError
-from autopar.search.find import _Rounds, find_plan
+from autopar.search.find import find_plan
 from autopar.search.formulation.as_before import strategies_of
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.options import Job
 from autopar.search.overlap.weights import Weights
+from autopar.search.rounds import Rounds
 from autopar.sharding.dims import analyze
 from tests import models as zoo
 
@@ -129,7 +130,7 @@ def test_weights_and_the_price_of_memory_raise_the_bound_together(monkeypatch: p
     free = solve(program, axes, cluster, memory="1GiB", search=search)
     memory = 0.7 * sum(free.predicted.peak_bytes.values())
     raised = solve(program, axes, cluster, memory=memory, search=search).certificate
-    monkeypatch.setattr(_Rounds, "price_memory", lambda self, weights, memory, frontier: 0.0)
+    monkeypatch.setattr(Rounds, "price_memory", lambda self, weights, memory, frontier: 0.0)
     known = solve(program, axes, cluster, memory=memory, search=search).certificate
     assert raised.binds
     assert known.lower_bound < raised.lower_bound <= raised.objective == known.objective
@@ -143,14 +144,14 @@ def test_where_all_strategies_are_decided_there_is_one_search(monkeypatch: pytes
     before = solve(program, axes, cluster, search=search)
     alike = strategies_of(before, program, program, tie=True)
     searches: list[int] = []
-    once = _Rounds.search
+    once = Rounds.search
 
-    def counted(rounds: _Rounds, weights: Weights) -> None:
+    def counted(rounds: Rounds, weights: Weights) -> None:
         searches[-1] += 1
         once(rounds, weights)
 
-    monkeypatch.setattr(_Rounds, "search", counted)
-    monkeypatch.setattr(_Rounds, "cut_in_vain", lambda self: True)  # so that there is more than one
+    monkeypatch.setattr(Rounds, "search", counted)
+    monkeypatch.setattr(Rounds, "cut_in_vain", lambda self: True)  # so that there is more than one
     for decided in (dict(list(alike.items())[1:]), alike):
         searches.append(0)
         again = solve(program, axes, cluster, search=search, restrictions=Restrictions(strategies=decided))
@@ -164,12 +165,12 @@ def test_where_nothing_that_overlaps_is_found_the_bound_is_of_these_plans_too(mo
     program, cluster = program_of(model, batch), Cluster.preset("cpu")
     faster = solve(program, {"a": 4}, cluster, memory=1e9)
 
-    first = _Rounds.first
+    first = Rounds.first
 
-    def nothing(rounds: _Rounds) -> autopar.Plan:
+    def nothing(rounds: Rounds) -> autopar.Plan:
         raise InfeasibleError("none was found", least=first(rounds))
 
-    monkeypatch.setattr(_Rounds, "first", nothing)
+    monkeypatch.setattr(Rounds, "first", nothing)
     one_by_one = solve(program, {"a": 4}, cluster, memory=1e9, search=Search(check=True))
     assert not one_by_one.overlap
     bound = faster.certificate.lower_bound

@@ -18,9 +18,9 @@ from autopar.ir.graph import is_backward
 from autopar.ir.layout import Replicate, Split
 from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
-from autopar.search.find import NEAR
 from autopar.search.formulation.recipes import RECIPES
 from autopar.search.formulation.tensor_parallel import tensor_factors
+from autopar.search.rounds import NEAR
 from autopar.verify.verify import compare
 from tests import models as zoo
 from tests.plans import layout
