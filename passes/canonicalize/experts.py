@@ -92,9 +92,7 @@ def _route(graph: fx.Graph, sort: fx.Node) -> tuple[str, fx.Node] | None:
     value = ids.meta["val"]
     if value.ndim != 1 or value.is_floating_point() or not value.numel():
         return None
-    source = ids
-    while source.target in (aten.reshape.default, aten._to_copy.default) and source.all_input_nodes:
-        source = source.all_input_nodes[0]
+    source = _source(ids)
     sizes = _fewer(source.meta["val"].shape) if value.numel() > MOST_PAIRS else {}
     if sizes is None:
         return None
@@ -104,6 +102,17 @@ def _route(graph: fx.Graph, sort: fx.Node) -> tuple[str, fx.Node] | None:
         if grouped:
             return sort.name, _rewrite(graph, sort, count, grouped, list(_reads(graph, value.numel(), draws)))
     return None
+
+
+def _source(ids: fx.Node) -> fx.Node:
+    """The experts of each token, token by token, of which experts in a row are a view."""
+    source = ids
+    while source.target in (aten.reshape.default, aten._to_copy.default, aten.permute.default):
+        before = source.all_input_nodes[0]
+        if source.target is aten.permute.default and before.meta["val"].shape[-1] >= source.meta["val"].shape[-1]:
+            break
+        source = before
+    return source
 
 
 def _ends(node: fx.Node) -> Any:
@@ -189,11 +198,11 @@ class _Draw:
         return found is not None and found.shape == self.ends.shape and bool((found == self.ends).all())
 
     def kinds(self, index: Any, k: float) -> set[str]:
-        """What an index may say: of each place its ``token`` or ``expert``, of each pair its ``place``.
+        """What an index may say: of each place its ``token``, ``choice`` or ``expert``, of each pair its ``place``.
 
         Args:
             index: into the rows of a table.
-            k: pairs a row of it.
+            k: pairs a row of it. A token's follow one another, or (``choice``) those of all tokens' first choices.
         """
         found = self.of(index)
         if found is None or found.ndim == 0 or found.shape[0] != len(self.order):
@@ -203,6 +212,8 @@ class _Draw:
             return set()
         column, kinds = columns[:, 0], {"expert": bool((columns[:, 0] == self.experts).all())}
         kinds["token"] = k == int(k) and bool((column == self.order // max(int(k), 1)).all())
+        tokens = len(self.order) // max(int(k), 1)  # of one alone, both orders are the same
+        kinds["choice"] = 1 < k == int(k) and tokens > 1 and bool((column == self.order % tokens).all())
         kinds["place"] = k == 1 and bool((column[self.order] == torch.arange(len(column))).all())
         return {kind for kind, fits in kinds.items() if fits}
 
@@ -250,15 +261,22 @@ def _rewrite(graph: fx.Graph, sort: fx.Node, count: int, grouped: list[fx.Node],
     """Put our operators in the place of a sort, and of what depends on it."""
     (ids,) = sort.all_input_nodes
     pairs = len(ids.meta["val"])
-    k = max((pairs // len(r.table.meta["val"]) for r in reads if r.kind == "token"), default=1)
+    of_token = {r: pairs // len(r.table.meta["val"]) for r in reads}
+    choices = max((of_token[r] for r in reads if r.kind == "choice"), default=1)
+    k = max((of_token[r] for r in reads if r.kind in ("token", "choice")), default=1)
     with graph.inserting_before(sort):
+        # A token's pairs then follow one another, so that a device has all of them.
+        ids = _transposed(graph, ids, choices)
         made = insert_call(graph, sort, routing.sort_by_expert, ids, k, count)
         experts, order = (insert_call(graph, sort, operator.getitem, made, i) for i in (0, 1))
         ends = insert_call(graph, sort, routing.group_ends, experts, count)
     for node in grouped:
         node.update_arg(_GROUPED[str(node.target)], ends)
     for read in reads:
-        _replace(graph, read, experts, order)
+        # Pairs are counted in one way: who counts them in another goes on to read positions, and is found by that.
+        fits = {"choice": of_token[read] == choices, "token": choices == 1 or of_token[read] == 1}
+        if fits.get(read.kind, True):
+            _replace(graph, read, experts, order, choices)
     # What is left of the positions is read by who is right with any order, or by nobody.
     for user in list(sort.users):
         user.replace_all_uses_with(order if user.args[1] == 1 else experts)
@@ -288,10 +306,24 @@ def _adds(node: fx.Node) -> bool:
     )
 
 
-def _replace(graph: fx.Graph, read: _Read, experts: fx.Node, order: fx.Node) -> None:
-    """Make one of ours of a node; it keeps its name, module and line."""
+def _transposed(graph: fx.Graph, value: fx.Node, outer: int) -> fx.Node:
+    """Pairs of an outer and an inner number, the inner ones first; a chain of views, or the value itself."""
+    if outer == 1:
+        return value
+    pairs, *rest = value.meta["val"].shape
+    parts = insert_call(graph, value, aten.reshape.default, value, [outer, pairs // outer, *rest])
+    turned = insert_call(graph, value, aten.permute.default, parts, [1, 0, *range(2, 2 + len(rest))])
+    return insert_call(graph, value, aten.reshape.default, turned, [pairs, *rest])
+
+
+def _replace(graph: fx.Graph, read: _Read, experts: fx.Node, order: fx.Node, choices: int) -> None:
+    """Make one of ours of a node; it keeps its name, module and line.
+
+    The caller has pairs token by token, as ours have them, or choice by choice, with so many ``choices`` of a token.
+    """
     node, table, values = read.node, read.table, read.values
-    k = max(1, len(order.meta["val"]) // len(table.meta["val"]))
+    pairs = len(order.meta["val"])
+    k = max(1, pairs // len(table.meta["val"]))
     zeros = table.target is aten.full.default and table.args[1] == 0
     if read.kind == "expert":
         # A table of experts is read by any operator; what is added to one is a sum over the rows.
@@ -300,12 +332,17 @@ def _replace(graph: fx.Graph, read: _Read, experts: fx.Node, order: fx.Node) -> 
         elif values is None and read.index.meta["val"].shape == experts.meta["val"].shape:
             node.replace_input_with(read.index, experts)  # which may come of counts alone
         return
-    target = routing.route if (read.kind == "token") == (values is None) else routing.collect
+    target = routing.collect if (read.kind == "place") == (values is None) else routing.route
     given = table if values is None else values
-    args = (given, order, k) if target is routing.route else (given, order, k, len(order.meta["val"]))
-    if not _adds(node) or zeros:
-        node.target, node.args = target, args
-        return
+    turned = choices if k == 1 else 1
     with graph.inserting_before(node):
-        sums = insert_call(graph, node, target, *args)
-    node.target, node.args = aten.add.Tensor, (table, sums)
+        if target is routing.route:
+            made = insert_call(graph, node, target, _transposed(graph, given, turned), order, k)
+        else:
+            rows = insert_call(graph, node, target, given, order, k, pairs)
+            made = rows if turned == 1 else _transposed(graph, rows, pairs // turned)
+    if not _adds(node) or zeros:
+        node.target, node.args = made.target, made.args
+        graph.erase_node(made)
+        return
+    node.target, node.args = aten.add.Tensor, (table, made)

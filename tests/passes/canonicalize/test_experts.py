@@ -70,6 +70,21 @@ def summed(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
     return scattered(rows, x, order, k) + rows.sum(0)
 
 
+def chosen(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
+    """Pairs are those of all tokens' first choices, then those of their second ones."""
+    return torch.zeros_like(x).index_add(0, order % len(x), rows)
+
+
+def chosen_inverse(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
+    return rows[torch.argsort(order)].view(k, -1, x.shape[1]).sum(0)
+
+
+def chosen_written(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
+    pairs = torch.empty_like(rows)
+    pairs[order] = rows
+    return x.index_add(0, torch.arange(len(x)).repeat(k), pairs)
+
+
 def capped(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
     """Late rows are dropped: which are late, the order of all tokens says."""
     late = torch.arange(len(rows)) % 3 == 2
@@ -125,6 +140,7 @@ class Layer(nn.Module):
         k: int = 2,
         bias: str = "",
         sizes: tuple[int, int, int] = (HIDDEN, EXPERTS, 4),
+        by_choice: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -134,17 +150,20 @@ class Layer(nn.Module):
         self.down = nn.Parameter(torch.randn(experts, inner, hidden) / 2)
         self.bias = nn.Parameter(torch.randn(experts, inner)) if bias else None
         self.load = nn.Buffer(torch.zeros(experts))
-        self.collect, self.ends, self.k, self.biased = collect, ends, k, bias
+        self.collect, self.ends, self.k, self.biased, self.by_choice = collect, ends, k, bias, by_choice
 
     def forward(self, x: Tensor) -> Tensor:
         tokens, experts = x.flatten(0, 1), len(self.load)
         scores, ids = self.gate(tokens).softmax(-1).topk(self.k, -1)
+        if self.by_choice:
+            scores, ids = scores.T, ids.T
         flat = ids.flatten()
         order = torch.argsort(flat, stable=True)
         ends = self.ends(flat)
         with torch.no_grad():
             self.load += torch.histc(flat.float(), bins=experts, min=0, max=experts - 1)
-        rows = torch.gather(tokens, 0, (order // self.k)[:, None].expand(-1, x.shape[-1]))
+        token = order % len(tokens) if self.by_choice else order // self.k
+        rows = torch.gather(tokens, 0, token[:, None].expand(-1, x.shape[-1]))
         h = grouped(rows, self.up, ends)
         if self.bias is not None:
             # What rows of an expert are, numbers of rows say, too.
@@ -189,6 +208,9 @@ ROUTED = {
     "bias": lambda: Layer(scattered, bias="looked up"),
     "repeated": lambda: Layer(copied, binned, bias="repeated"),
     "sum": lambda: Layer(summed),
+    "choices": lambda: Layer(chosen, by_choice=True),
+    "choices, inverse": lambda: Layer(chosen_inverse, binned, bias="repeated", by_choice=True),
+    "choices, written": lambda: Layer(chosen_written, bias="looked up", by_choice=True),
 }
 KEPT = {
     "dropped": lambda: Layer(capped),
@@ -199,6 +221,7 @@ KEPT = {
     "one column": lambda: Layer(of_one_column),
     "bounded": lambda: Layer(bounded),
     "handed": lambda: Layer(handed),
+    "counted in two ways": lambda: Layer(scattered, by_choice=True),
     "few rows": lambda: Layer(scattered, few),
 }
 
