@@ -220,7 +220,7 @@ def recurrent_dropout() -> Iterator[None]:
 class _InThisThread:
     """A flag that is set in the thread that makes it, and in those of torch's, such as a backward pass's."""
 
-    def __init__(self, elsewhere: bool) -> None:
+    def __init__(self, elsewhere: object) -> None:
         self._thread, self._elsewhere = get_ident(), elsewhere
 
     def __bool__(self) -> bool:
@@ -228,10 +228,11 @@ class _InThisThread:
         # Threads that Python has not started are torch's own.
         return own or isinstance(current_thread(), _DummyThread) or bool(self._elsewhere)
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self) == other
 
-    __hash__ = None  # type: ignore[assignment]
+def _is_compiling() -> bool:
+    """What `torch.compiler.is_compiling` is while models are traced: code of that module, whose globals it reads."""
+    scripting = torch.jit.is_scripting()  # type: ignore[attr-defined]
+    return not scripting and bool(globals()["_is_compiling_flag"])
 
 
 @contextmanager
@@ -242,9 +243,11 @@ def compiling() -> Iterator[None]:
     """
     import torch.compiler as module
 
-    before = module._is_compiling_flag
+    before, code = module._is_compiling_flag, module.is_compiling.__code__
     module._is_compiling_flag = _InThisThread(before)  # type: ignore[assignment]
+    # By its code, since others have imported the function: they are given a bool, which they keep and compute with.
+    module.is_compiling.__code__ = _is_compiling.__code__
     try:
         yield
     finally:
-        module._is_compiling_flag = before
+        module._is_compiling_flag, module.is_compiling.__code__ = before, code
