@@ -537,16 +537,16 @@ def quantized_moves(shapes: list[tuple[int, ...]], bits: dict[str, int]) -> list
 def table(rows: list[dict[str, Any]]) -> str:
     """Seconds and bytes of a step, beside synchronous training and training without exchanges."""
     by_name = {r["training"]: r for r in rows}
-    synchronous, alone = by_name[SYNCHRONOUS], by_name.get(ALONE)
+    synchronous, alone = by_name.get(SYNCHRONOUS), by_name.get(ALONE)
     heads = f"{'ms a step':>10} {'exchanging':>11} {'KiB a step':>11} {'predicted':>10}"
     heads += f" {'of synchronous bytes':>21} {'over none':>10}"
     lines = [f"{'training':<20} {heads}"]
     for r in rows:
-        share = r["bytes"] / synchronous["bytes"]
+        share = f"1/{synchronous['bytes'] / r['bytes']:.1f}" if synchronous and r["bytes"] else ""
         slower = f"{r['seconds'] / alone['seconds']:10.3f}" if alone else ""
         figures = f"{1e3 * r['seconds']:10.1f} {1e3 * r['exchanging']:11.1f} {r['bytes'] / 1024:11.1f}"
         figures += f" {r['predicted'] / 1024:10.1f}" if r["predicted"] else f" {'':>10}"
-        lines.append(f"{r['training']:<20} {figures} {f'1/{1 / share:.1f}' if share else '0':>21} {slower:>10}")
+        lines.append(f"{r['training']:<20} {figures} {share:>21} {slower:>10}")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import _DummyThread, current_thread, get_ident
 from types import FunctionType
 from typing import Any
 
@@ -216,14 +217,37 @@ def recurrent_dropout() -> Iterator[None]:
         module._rnn_helper = of_layers
 
 
+class _InThisThread:
+    """A flag that is set in the thread that makes it, and in those of torch's, such as a backward pass's."""
+
+    def __init__(self, elsewhere: object) -> None:
+        self._thread, self._elsewhere = get_ident(), elsewhere
+
+    def __bool__(self) -> bool:
+        own = get_ident() == self._thread
+        # Threads that Python has not started are torch's own.
+        return own or isinstance(current_thread(), _DummyThread) or bool(self._elsewhere)
+
+
+def _is_compiling() -> bool:
+    """What `torch.compiler.is_compiling` is while models are traced: code of that module, whose globals it reads."""
+    scripting = torch.jit.is_scripting()  # type: ignore[attr-defined]
+    return not scripting and bool(globals()["_is_compiling_flag"])
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
-    """While it lasts, `torch.compiler.is_compiling` says yes: models leave out checks that look at values."""
+    """While it lasts, `torch.compiler.is_compiling` says yes: models leave out checks that look at values.
+
+    In other threads it says what it did: an optimizer that steps there would go the ways of compiled ones halfway.
+    """
     import torch.compiler as module
 
-    before = module._is_compiling_flag
-    module._is_compiling_flag = True
+    before, code = module._is_compiling_flag, module.is_compiling.__code__
+    module._is_compiling_flag = _InThisThread(before)  # type: ignore[assignment]
+    # By its code, since others have imported the function: they are given a bool, which they keep and compute with.
+    module.is_compiling.__code__ = _is_compiling.__code__
     try:
         yield
     finally:
-        module._is_compiling_flag = before
+        module._is_compiling_flag, module.is_compiling.__code__ = before, code

@@ -147,15 +147,21 @@ def refused(spaces: Sequence[dict[str, Any]], seeded: list[str]) -> Iterator[Non
 
 @contextlib.contextmanager
 def counting_optimizers_refused() -> Iterator[None]:
-    """While it lasts, only optimizers that count no steps may run in the model's forward."""
-    handle = register_optimizer_step_pre_hook(_refuse_counting)
+    """While it lasts, only optimizers that count no steps may run in the model's forward; in other threads all may."""
+    thread = get_ident()
+
+    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if get_ident() == thread:
+            _refuse_counting(optimizer)
+
+    handle = register_optimizer_step_pre_hook(refuse)
     try:
         yield
     finally:
         handle.remove()
 
 
-def _refuse_counting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_counting(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.SGD):
         return
     raise CaptureError(

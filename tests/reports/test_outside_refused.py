@@ -176,6 +176,40 @@ def test_other_threads_ask_for_what_they_like_while_a_model_is_captured() -> Non
     assert not errors
 
 
+def test_optimizers_of_other_threads_step_while_a_model_is_captured_as_ever() -> None:
+    """An owner of stale gradients, say: as eager mode, not as compiled optimizers, whose count of steps is a tensor."""
+
+    def trained(begins: Callable[[], object]) -> list[Tensor]:
+        weights = [torch.nn.Parameter(torch.ones(3) * k) for k in range(1, 4)]
+        optimizers = [torch.optim.AdamW(weights[:2], foreach=True), torch.optim.Adam(weights[2:], foreach=False)]
+        begins()
+        for step in range(5):
+            for k, weight in enumerate(weights):
+                weight.grad = torch.sin(weight.detach() * k + step)
+            for optimizer in optimizers:
+                optimizer.step()
+        return weights
+
+    expected, found, errors = trained(lambda: None), list[Tensor](), list[Exception]()
+
+    def work() -> None:
+        try:
+            found.extend(trained(lambda: BEGUN.acquire(timeout=60)))
+        except Exception as e:  # a thread's errors are seen nowhere else
+            errors.append(e)
+        finally:
+            BEGUN.release()
+            ASKED.release()
+
+    BEGUN.acquire()
+    ASKED.acquire()
+    thread = threading.Thread(target=work)
+    thread.start()
+    autopar.parallelize(Waiting().double(), None)(X).backward()
+    thread.join()
+    assert not errors and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 class Counts:
     """What a thread counts, and what a model does."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Generator
 from typing import Any
 
@@ -136,3 +137,21 @@ def test_associative_scan_as() -> None:
     with compat.associative_scan_as(lambda *args: "found"):
         assert associative_scan(torch.add, x, dim=0, reverse=True) == "found"
     assert torch.equal(associative_scan(torch.add, x, 0, True, "generic"), x.flip(0).cumsum(0).flip(0))
+
+
+def test_compiling() -> None:
+    """A bool, also where its name was imported to, and in this thread alone; within itself, too."""
+    from torch.compiler import is_compiling
+
+    def elsewhere() -> list[bool]:
+        found = list[bool]()
+        thread = threading.Thread(target=lambda: found.append(is_compiling()))
+        thread.start()
+        thread.join()
+        return found
+
+    with compat.compiling():
+        with compat.compiling():
+            assert is_compiling() is True and elsewhere() == [False]
+        assert is_compiling() is True and elsewhere() == [False]
+    assert is_compiling() is False
