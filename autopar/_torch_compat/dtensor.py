@@ -155,6 +155,11 @@ def refuse_items_of_unreduced() -> None:
 
         return values
 
+    def share_memory(tensor: Any) -> Any:
+        tensor._local_tensor.share_memory_()  # the DTensor itself has no memory, which torch would take
+        return tensor
+
+    DTensor.share_memory_ = share_memory  # type: ignore[method-assign]
     DTensor.__format__ = text  # type: ignore[method-assign]
     DTensor.tolist, DTensor.numpy = own("tolist"), own("numpy")  # type: ignore[method-assign]
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers

@@ -16,7 +16,7 @@ from autopar.ir import layout as lay
 from autopar.ir.layout import Layout, TensorType
 from autopar.ir.shards import with_padding, without_padding
 from autopar.runtime.mesh import MeshContext
-from autopar.runtime.state.stage_tensor import owner_of, with_owner
+from autopar.runtime.state.stage_tensor import StageTensor, on_every_stage, owner_of, with_owner
 
 Placements = tuple[TorchPlacement, ...]
 
@@ -208,6 +208,8 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.detach()
         mesh = tensor.device_mesh
+        if isinstance(tensor, StageTensor):
+            tensor = on_every_stage(tensor)  # its placements say that the stages split it
         whole: DTensor = redistributed(tensor, mesh, (Replicate(),) * mesh.ndim)
         return whole._local_tensor
 

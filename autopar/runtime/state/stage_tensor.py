@@ -4,12 +4,13 @@ To torch such a tensor is a DTensor on the whole mesh with ``Shard(0)`` along th
 devices of the owner stage hold all of it, and the local tensors of the others are empty. Elementwise operators, which
 optimizers consist of, and norms are right on such shards. Every other operator would trust the ``Shard(0)``, and be
 wrong, sometimes silently. So any other operator gets a copy on the devices of every stage: a collective call, as with
-any DTensor. An operator that would write into such a copy is an error.
+any DTensor. One that writes to a parameter, or makes a view of it, runs on whole tensors, and what is written goes to
+the owner: `whole_operators` says how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch_compat import DTensorSpec, local_shape_of, redistributed, spec_in
-from autopar.errors import AutoparError
 from autopar.ir.layout import At, Layout
 from autopar.runtime.agreement.control import during_any
 
@@ -38,6 +38,15 @@ _FUSED = frozenset(("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_
 """Steps of optimizers in one kernel: elementwise in each parameter, its gradient and its state."""
 
 _FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+
+
+_on_whole_tensors: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
+"""How to run an operator on whole tensors: one function, once it is there."""
+
+
+def run_whole_by(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Let ``run(op, args, kwargs)`` run operators that write to a `StageTensor`, or show its memory."""
+    _on_whole_tensors[:] = [run]
 
 
 class OwnerStage(NamedTuple):
@@ -78,8 +87,9 @@ class StageTensor(DTensor):
             return _written_argument(func, args, kwargs)
         if owners is not None:
             return _elementwise(func, args, kwargs, owners)
-        _refuse_writes(func, args, kwargs)
-        return func(*_map(args, _on_every_stage), **_map(kwargs, _on_every_stage))
+        if _shows_memory(func, args, kwargs):
+            return _on_whole_tensors[0](func, args, kwargs)
+        return func(*_map(args, on_every_stage), **_map(kwargs, on_every_stage))
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As a DTensor's; the tensor itself if it has these placements, the ``Shard(0)`` of the stages included."""
@@ -112,7 +122,7 @@ class _GatherStages(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: StageTensor) -> torch.Tensor:
         ctx.owner, ctx.spec = tensor.owner_stage, tensor._spec
-        return _on_every_stage(tensor)
+        return on_every_stage(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -148,7 +158,7 @@ def _padded_to_one(tensor: StageTensor) -> DTensor:
     return _plain(tensor) if local.numel() else _like(local.new_zeros((1,) * local.ndim), tensor._spec)
 
 
-def _on_every_stage(tensor: StageTensor) -> DTensor:
+def on_every_stage(tensor: StageTensor) -> DTensor:
     """The tensor on the devices of every stage; a collective call."""
     mesh, owner = tensor.device_mesh, tensor.owner_stage
     placements = tuple(Replicate() if i == owner.axis else p for i, p in enumerate(tensor.placements))
@@ -159,6 +169,11 @@ def _on_every_stage(tensor: StageTensor) -> DTensor:
     with during_any("an operator of a parameter that one stage holds"):
         dist.broadcast(local, group=mesh.get_group(owner.axis), group_src=owner.coordinate)
     return _like(local, spec_in(mesh, placements, tensor._spec.tensor_meta))
+
+
+def written_whole(tensor: StageTensor, whole: DTensor) -> None:
+    """Write a whole tensor that every rank has into one that a stage holds: its devices take their parts."""
+    tensor._local_tensor.copy_(_on_owner_stage(whole, tensor.owner_stage, tensor._spec)._local_tensor)
 
 
 def _on_owner_stage(tensor: DTensor, owner: OwnerStage, spec: DTensorSpec) -> DTensor:
@@ -294,7 +309,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any, owners: list[StageTensor | N
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a random operator on the whole tensor, as one device draws; its owner's devices keep the numbers."""
     tensor: StageTensor = args[0]
-    copy = _on_every_stage(tensor)
+    copy = on_every_stage(tensor)
     result = func(copy, *args[1:], **kwargs)
     kept = _on_owner_stage(copy if _schema(func).written else result, tensor.owner_stage, tensor._spec)
     if _schema(func).written:
@@ -347,18 +362,8 @@ def _owned_like(result: Any, owner: StageTensor | None) -> Any:
     return with_owner(result, owner.owner_stage) if is_own and owner is not None else result
 
 
-def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Refuse an operator that writes to a copy, or returns a view of one, through which it may be written to.
-
-    Raises:
-        AutoparError: the operator does so.
-    """
+def _shows_memory(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator writes to a `StageTensor`, or returns a view of it, through which it may be written to."""
     aliased = _schema(func).aliased
-    for name, value in _named(func, args, kwargs):
-        for tensor in value if isinstance(value, list | tuple) else (value,):
-            if name in aliased and isinstance(tensor, StageTensor):
-                raise AutoparError(
-                    f"{func} of a tensor of shape {list(tensor.shape)} that only the devices of one stage of the "
-                    "pipeline hold: it writes to it or shows its memory; take tensor.full_tensor(), on all ranks, to "
-                    "compute with its values, and operators element by element or load_full_state_dict() to change them"
-                )
+    values = [value for name, value in _named(func, args, kwargs) if name in aliased]
+    return any(isinstance(t, StageTensor) for v in values for t in (v if isinstance(v, list | tuple) else (v,)))

@@ -32,6 +32,7 @@ from autopar._torch_compat import (
 from autopar.errors import AutoparError, RankError
 from autopar.runtime.agreement.control import during_any
 from autopar.runtime.dtensor import full_tensor
+from autopar.runtime.state.stage_tensor import StageTensor, run_whole_by, written_whole
 from autopar.runtime.state.written_operators import install_written_operators, shape_of_a_copy
 
 _FILLS = frozenset(
@@ -48,13 +49,26 @@ _compared: set[Any] = set()
 def install_whole_operators() -> None:
     """Let operators without a rule compute on whole tensors, for this process; once, however often it is called."""
     run_beyond_dtensor(_on_whole_tensors, _compare)
+    run_whole_by(_of_one_stage)
     install_written_operators(_on_whole_tensors)
+
+
+def _of_one_stage(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator on whole tensors of which one is of a stage: torch's dispatch does not see it."""
+    plain = [t for t in tensors_in((args, kwargs)) if not isinstance(t, DTensor)]
+    if any(t.numel() > 1 for t in plain):
+        _compare(op, plain, _mesh_of(args, kwargs))
+    return _on_whole_tensors(op, args, kwargs)
+
+
+def _mesh_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeviceMesh:
+    return next(v for v in tensors_in((args, kwargs)) if isinstance(v, DTensor)).device_mesh
 
 
 def _on_whole_tensors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator on whole tensors; a collective call."""
     leave_trace(op, (args, kwargs))
-    mesh = next(v for v in tensors_in((args, kwargs)) if isinstance(v, DTensor)).device_mesh
+    mesh = _mesh_of(args, kwargs)
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     name = str(op).removeprefix("aten.").removesuffix(".default")
     fills = is_random and (name in _FILLS or name.partition(".")[0] in _FILLS)
@@ -159,6 +173,9 @@ def _write(op: Any, tensor: DTensor, whole: torch.Tensor) -> None:
     if tensor.shape != whole.shape or tensor.dtype != whole.dtype:
         raise AutoparError(f"{op} would change the shape of a tensor on the mesh, {list(tensor.shape)}: make a new one")
     mesh = tensor.device_mesh
+    if isinstance(tensor, StageTensor):
+        written_whole(tensor, _replicated(whole, mesh))
+        return
     placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
     part = redistributed(_replicated(whole, mesh), mesh, placements)
     if placements == tuple(tensor.placements):

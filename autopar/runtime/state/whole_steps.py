@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import AutoparError
-from autopar.ir.layout import is_everywhere
 from autopar.runtime.dtensor import full_tensor, to_local
 from autopar.runtime.state.storage import ParameterStorage, storage_of
 
@@ -113,8 +112,6 @@ def _require_gathers(optimizer: Optimizer, parameter: DTensor, name: str) -> Non
     reason = ""
     if storage is None:
         reason = "is a DTensor of other code than autopar's"
-    elif not is_everywhere(storage.layout):
-        reason = "is on one stage of a pipeline alone"
     elif any(isinstance(v, DTensor) and to_local(v).device != to_local(parameter).device for v in values):
         reason = "has its state in host memory"
     if reason:
