@@ -77,7 +77,9 @@ def factories(p: Any) -> None:
     torch.manual_seed(4)
     torch.randn(p.shape, out=p.grad)
     p.data.add_(p.grad)
-    torch.zeros(p.shape, out=p.grad)
+    torch.cumsum(noise(*p.shape), 0, out=p.grad)
+    p.data.add_(p.grad)
+    torch.bernoulli(noise(*p.shape).sigmoid(), out=p.grad)
 
 
 CHANGES: tuple[Callable[[Any], None], ...] = (masks, views, scalars, draws, factories)
