@@ -65,6 +65,7 @@ def draws(p: Any) -> None:
     torch.manual_seed(4)
     p.grad.add_(torch.randn_like(p.grad))
     nn.init.uniform_(p)
+    p.grad.add_(torch.empty_like(p.grad).exponential_())
     p.grad.data = p.grad.data * 0.5
     with torch.no_grad():
         p += functional.dropout(torch.ones_like(p), 0.5)
