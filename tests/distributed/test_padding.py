@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
@@ -246,3 +247,61 @@ def test_heads(ranks: Ranks, kind: str, grouped: bool) -> None:
     for padding, apart in ranks.run(train_heads, kind, grouped):
         assert padding["out.weight"] == (8, 32 if grouped else 16)
         assert apart < TOLERANCE
+
+
+class Beside(nn.Module):
+    """An adapter beside a layer."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.down = inner, nn.Linear(inner.in_features, 3, bias=False).double()
+        self.up = nn.Linear(3, inner.out_features, bias=False).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x) + self.up(self.down(x))
+        return found
+
+
+def odd() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 15), nn.Tanh(), nn.Linear(15, 4)).double()
+
+
+RENAMED: dict[str, Any] = {
+    "pruned": lambda m: prune.l1_unstructured(m[0], "weight", 0.3),  # type: ignore[no-untyped-call]
+    "normed": lambda m: nn.utils.parametrizations.weight_norm(m[2]),
+    "adapted": lambda m: m.__setitem__(0, Beside(m[0])),
+}
+
+
+def rename(rank: int) -> dict[str, float]:
+    """How far losses, gradients and parameters are from eager ones after padded parameters have other names."""
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    found: dict[str, float] = {}
+    x = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for name, change in RENAMED.items():
+        search = Search(pins={"0.weight": ("S(0)",), "2.weight": ("S(1)",)})
+        both: list[Any] = [odd(), parallelize(odd(), mesh_of(2), search=search, timeout=WAIT)]
+        kept: list[list[torch.Tensor]] = [[], []]
+        for model, tensors in zip(both, kept, strict=True):
+            for step in range(3):
+                if step == 1:
+                    torch.manual_seed(2)
+                    change(model)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                now = [loss, *(p.grad for p in model.parameters()), *model.parameters()]
+                tensors += [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for t in now]
+        assert both[1].plan.padding, name
+        found[name] = max(float((a - b).abs().max()) for a, b in zip(*kept, strict=True))
+    return found
+
+
+def test_parameters_that_get_another_name(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(rename):
+        assert max(found.values()) < TOLERANCE, found

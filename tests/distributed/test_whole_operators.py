@@ -70,9 +70,19 @@ def draws(p: Any) -> None:
         p += functional.dropout(torch.ones_like(p), 0.5)
 
 
-CHANGES: tuple[Callable[[Any], None], ...] = (masks, views, scalars, draws)
+def factories(p: Any) -> None:
+    nn.init.eye_(p) if p.ndim == 2 else nn.init.ones_(p)
+    torch.full(p.shape, 0.3, out=p.grad, dtype=DOUBLE)
+    p.data.add_(p.grad)
+    torch.manual_seed(4)
+    torch.randn(p.shape, out=p.grad)
+    p.data.add_(p.grad)
+    torch.zeros(p.shape, out=p.grad)
+
+
+CHANGES: tuple[Callable[[Any], None], ...] = (masks, views, scalars, draws, factories)
 if torch.__version__.startswith("2.11."):  # there `views` is an error: see the contract tests
-    CHANGES = (masks, scalars, draws)
+    CHANGES = (masks, scalars, draws, factories)
 
 WEIGHT = torch.arange(1.0, 5.0, dtype=DOUBLE)
 LOSSES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (

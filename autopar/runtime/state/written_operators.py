@@ -1,7 +1,8 @@
 """Operators of users' code that write to a tensor of the mesh and torch runs wrongly, or not at all.
 
 In-place operators that change a shape: torch leaves the old shape to ``vector @ matrix``, which ends in a ``squeeze_``.
-``out=`` of a tensor of the mesh that is the only one. ``as_strided``, by which ``fill_diagonal_`` writes.
+``out=`` of a tensor of the mesh that is the only one; factories among them (``nn.init.eye_``) would give each rank's
+part the size of the whole. ``as_strided``, by which ``fill_diagonal_`` writes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ _INTO = (
 )  # fmt: skip
 """What optimizers compute into a tensor of theirs."""
 
+_FACTORIES = (
+    "arange", "bartlett_window", "blackman_window", "empty", "eye", "full", "hamming_window", "hann_window",
+    "kaiser_window", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "range", "zeros",
+)  # fmt: skip
+"""What makes a tensor of sizes or numbers; torch would resize a rank's part to them."""
+
 
 def install_written_operators(run: Run) -> None:
     """Let tensors of the mesh be written to by the operators of this module, for this process.
@@ -36,6 +43,8 @@ def install_written_operators(run: Run) -> None:
     """
     into = [op for op in overloads_of(_INTO) if op._overloadname.endswith("out")]
     handle_operators(into, lambda op, own: _into)
+    factories = [op for op in overloads_of(_FACTORIES) if op._schema.arguments[-1].is_out]
+    handle_operators(factories, lambda op, own: lambda op, args, kwargs: run(op, args, kwargs))
     handle_operators(overloads_of(_CHANGE_SHAPE), lambda op, own: _change_shape)
     handle_operators([torch.ops.aten.as_strided.default], lambda op, own: _strided_by(own, run))
 

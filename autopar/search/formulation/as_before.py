@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import as_planned
@@ -15,7 +16,8 @@ def strategies_of(plan: Plan, before: Program, program: Program, *, tie: bool) -
 
     The classes of the two programs have other names, which shapes are part of: nodes at the same place in the two
     graphs belong together. Empty where some operator cannot be split so, such as rows that an axis does not divide: the
-    layouts of all others may then be better ones.
+    layouts of all others may then be better ones. Empty, too, where the plan pads a parameter that has another name or
+    other dims by now: what its layout needs is then padded as in any search.
 
     Args:
         plan: of an earlier shape.
@@ -23,7 +25,11 @@ def strategies_of(plan: Plan, before: Program, program: Program, *, tie: bool) -
         program: the same of this shape.
         tie: whether repeated layers are classes, in both.
     """
-    first, second = as_planned(before, plan), as_planned(program, plan)
+    first = as_planned(before, plan)
+    try:
+        second = as_planned(program, plan)
+    except PlanError:  # padding of parameters that are not there: the script has put a parametrization around one, say
+        return {}
     if [n.target for n in first.calls] != [n.target for n in second.calls]:
         return {}
     dims, known = analyze(second), layer_classes(first, analyze(first), tie=tie).key
