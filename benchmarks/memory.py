@@ -180,20 +180,21 @@ def contenders(folder: Path, rank: int, options: dict[str, Any]) -> dict[str, Ca
     return found
 
 
-def memory_of(model: Any, step: Step, hidden_bytes: float) -> dict[str, float]:
+def memory_of(model: Any, step: Step, hidden_bytes: float, rate: float = 1e-3) -> dict[str, float]:
     """Bytes held before a step, what the step adds at most, and by how much resident memory grows.
 
     Args:
         model: its optimizer is made here, and makes its state.
         step: forward and backward.
         hidden_bytes: what the module holds all the time and does not show.
+        rate: of learning; with 0, what is measured is of the same parameters.
     """
     import torch
 
     from benchmarks.allocated import peak_allocated
 
     step()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     optimizer.step()
     optimizer.zero_grad()
     state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]

@@ -335,7 +335,8 @@ def _in_suggested_format(argument: torch.Tensor, result: torch.Tensor) -> torch.
 def _batch_norm(forward: Callable[..., torch.Tensor], module: BatchNorm, x: torch.Tensor) -> torch.Tensor:
     """Batch norm; its average over all batches so far (``momentum=None``) reads the number of batches otherwise."""
     counted, means, variances = module.num_batches_tracked, module.running_mean, module.running_var
-    if module.momentum is not None or not module.training or counted is None or means is None or variances is None:
+    averages = module.momentum is None and module.training and module.track_running_stats
+    if not averages or counted is None or means is None or variances is None:
         return forward(module, x)
     module._check_input_dim(x)  # type: ignore[no-untyped-call]
     with torch.no_grad():

@@ -342,13 +342,14 @@ def test_a_context_variable_that_a_call_sets() -> None:
 
 
 def test_batch_norm_that_averages_over_all_batches() -> None:
-    """Its statistics are those of eager after three calls, and after one in evaluation."""
+    """Its statistics are those of eager after three calls, and after one in evaluation; until they are left alone."""
     plain, given = (nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.Linear(3, 2)).double() for _ in range(2))
     given.load_state_dict(plain.state_dict())
     parallel: Any = autopar.parallelize(given, None)
-    for i, training in enumerate((True, True, False, True)):
+    for i, (training, tracked) in enumerate(((True, True), (True, True), (False, True), (True, True), (True, False))):
         for model in (plain, parallel):
             model.train(training)
+            model[0].track_running_stats = tracked
             model.zero_grad()
             model(X * (i + 1) + i).square().mean().backward()
         for a, b in zip(plain.parameters(), parallel.parameters(), strict=True):
