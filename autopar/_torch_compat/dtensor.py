@@ -215,7 +215,9 @@ def run_beyond_dtensor(
         plain = _plain_tensors((args, kwargs))
         if any(t.numel() > 1 for t in plain):
             compare(op, plain, info.compute_mesh)
-        if op.overloadpacket.__name__ in _WRONG or _is_loss(op):
+        # Random ones that torch takes for pointwise, such as exponential_: each rank would draw its own part.
+        draws = torch.Tag.nondeterministic_seeded in op.tags
+        if draws or op.overloadpacket.__name__ in _WRONG or _is_loss(op):
             return run(op, args, kwargs)
         # Torch's own dispatch writes to a DTensor only.
         if plain and any(t is v for t in plain for v in written_by(op, args, kwargs)):

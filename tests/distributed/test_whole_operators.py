@@ -65,6 +65,7 @@ def draws(p: Any) -> None:
     torch.manual_seed(4)
     p.grad.add_(torch.randn_like(p.grad))
     nn.init.uniform_(p)
+    p.grad.add_(torch.empty_like(p.grad).exponential_())
     p.grad.data = p.grad.data * 0.5
     with torch.no_grad():
         p += functional.dropout(torch.ones_like(p), 0.5)
@@ -77,7 +78,9 @@ def factories(p: Any) -> None:
     torch.manual_seed(4)
     torch.randn(p.shape, out=p.grad)
     p.data.add_(p.grad)
-    torch.zeros(p.shape, out=p.grad)
+    torch.cumsum(noise(*p.shape), 0, out=p.grad)
+    p.data.add_(p.grad)
+    torch.bernoulli(noise(*p.shape).sigmoid(), out=p.grad)
 
 
 CHANGES: tuple[Callable[[Any], None], ...] = (masks, views, scalars, draws, factories)

@@ -22,17 +22,19 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _CHANGE_SHAPE = ("squeeze_", "t_", "transpose_", "unsqueeze_")
 
 _INTO = (
-    "abs", "add", "addcdiv", "addcmul", "addmm", "addmv", "baddbmm", "bmm", "cat", "clamp", "clamp_max", "clamp_min",
-    "cos", "div", "exp", "lerp", "log", "maximum", "mean", "minimum", "mm", "mul", "mv", "neg", "pow", "reciprocal",
-    "rsqrt", "sigmoid", "sign", "sin", "sqrt", "sub", "sum", "tanh", "tril", "triu", "where",
+    "abs", "add", "addcdiv", "addcmul", "addmm", "addmv", "baddbmm", "bmm", "cat", "ceil", "clamp", "clamp_max",
+    "clamp_min", "cos", "cumprod", "cumsum", "div", "erf", "erfinv", "exp", "floor", "gather", "index_select", "lerp",
+    "log", "log1p", "maximum", "mean", "minimum", "mm", "mul", "mv", "neg", "pow", "reciprocal", "round", "rsqrt",
+    "sigmoid", "sign", "sin", "sqrt", "stack", "sub", "sum", "tanh", "tril", "triu", "where",
 )  # fmt: skip
-"""What optimizers compute into a tensor of theirs."""
+"""What optimizers and scripts compute into a tensor of theirs."""
 
 _FACTORIES = (
-    "arange", "bartlett_window", "blackman_window", "empty", "eye", "full", "hamming_window", "hann_window",
-    "kaiser_window", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "range", "zeros",
+    "arange", "bartlett_window", "bernoulli", "blackman_window", "empty", "eye", "full", "hamming_window",
+    "hann_window", "kaiser_window", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
+    "range", "zeros",
 )  # fmt: skip
-"""What makes a tensor of sizes or numbers; torch would resize a rank's part to them."""
+"""What makes a tensor of sizes, or draws it; torch would resize a rank's part to them."""
 
 
 def install_written_operators(run: Run) -> None:
