@@ -226,6 +226,7 @@ def failing(rank: int) -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.deep  # fails on a busy machine: a rank may be at the first steps still, and its error is another
 def test_a_thread_that_fails_is_heard_of() -> None:
     ranks = Ranks()
     try:

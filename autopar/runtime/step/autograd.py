@@ -124,6 +124,7 @@ class _StepFunction(torch.autograd.Function):
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
         ctx.parameters, ctx.differentiable = parameters, tensors[len(parameters) :]
+        ctx.versions = _versions(step, parameters)
         call.results = [step.wrap(i, r) for i, r in enumerate(locals_)]
         return tuple(call.results[i] for i in step.differentiable)
 
@@ -144,6 +145,7 @@ class _StepFunction(torch.autograd.Function):
         call: Call = ctx.call
         step = call.step
         call.agree("backward")
+        _require_unwritten(step, ctx.parameters, ctx.versions)
         _compare(step, call.name, dict(zip(step.differentiable, gradients, strict=True)))
         saved = _saved_values(ctx)
         incoming = {str(i): g for i, g in zip(step.differentiable, gradients, strict=True)}
@@ -179,6 +181,32 @@ def _compare(step: Step, name: str, incoming: Mapping[int, torch.Tensor | None])
         if gradient is not None and (isinstance(gradient, DTensor) or not gradient.ndim):
             step.given.note(_output(step.program.skeleton, i), gradient)
     step.given.compare(f"backward of {name}", step.context)
+
+
+def _versions(step: Step, parameters: Sequence[torch.Tensor]) -> dict[str, int]:
+    """How often tensors of the mesh have been written to, of the parameters that the backward pass reads again.
+
+    Of other tensors torch knows that itself. An operator on a DTensor counts there, and not on the local tensor that is
+    saved.
+    """
+    given = dict(zip(step.parameters, parameters, strict=True))
+    again = ((name, given[name]) for name in step.cut.reread)
+    return {name: p._version for name, p in again if isinstance(p, DTensor) and not p.is_inference()}
+
+
+def _require_unwritten(step: Step, parameters: Sequence[torch.Tensor], versions: Mapping[str, int]) -> None:
+    """As in torch, whose error it is: gradients would be of other values than those that the forward pass had.
+
+    Raises:
+        RuntimeError: names the parameter.
+    """
+    for name, version in _versions(step, parameters).items():
+        if version != versions[name]:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                f"backward pass reads parameter {name!r}, which was written to {version - versions[name]} times since "
+                "the forward pass; write to it after backward()"
+            )
 
 
 def _saved_values(ctx: Any) -> list[Any]:

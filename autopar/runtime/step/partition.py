@@ -35,6 +35,7 @@ class ForwardBackward:
         tangents: indices of the results whose incoming gradients the backward graph takes, in order.
         gradients: what the backward graph returns; None where there is no gradient.
         overwritten: positions in ``saved`` of buffers and parameters that the step gives new values.
+        reread: names of the parameters that the backward pass reads again, as they are by then.
         hoisted: of a step in microbatches: parameters and buffers to what each microbatch takes after its inputs.
     """
 
@@ -46,6 +47,7 @@ class ForwardBackward:
     tangents: tuple[str, ...] = ()
     gradients: tuple[Output, ...] = ()
     overwritten: frozenset[int] = frozenset()
+    reread: tuple[str, ...] = ()
     hoisted: fx.GraphModule | None = None
 
 
@@ -78,7 +80,9 @@ def cut(program: Program) -> ForwardBackward:
     overwritten_inputs = {n.name for n, i in described if (i.kind, i.name) in written}
     overwritten = frozenset(i for i, name in enumerate(saved) if name in overwritten_inputs)
     gradients = program.outputs[program.forward_outputs :]
-    return ForwardBackward(forward, backward, inputs, outputs, saved, used_tangents, gradients, overwritten)
+    again = {*saved} - overwritten_inputs
+    reread = tuple(i.name for n, i in described if i.kind == "parameter" and n.name in again)
+    return ForwardBackward(forward, backward, inputs, outputs, saved, used_tangents, gradients, overwritten, reread)
 
 
 def _remove_unused_draws(forward: fx.GraphModule) -> None:

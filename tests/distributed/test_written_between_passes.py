@@ -1,0 +1,60 @@
+"""Parameters that a script writes between the forward and the backward pass: an error or the gradients, as in eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.distributed.models import Mlp, slow_devices
+
+pytestmark = pytest.mark.distributed
+
+WRITTEN = ("up.weight", "up.bias", "down.weight", "down.bias")
+
+
+def outcome(model: Any, name: str, batch: dict[str, torch.Tensor]) -> list[torch.Tensor] | str:
+    """All gradients after one parameter has been written to between the passes, or which error there was."""
+    model.zero_grad()
+    loss = model(**batch)["loss"]
+    with torch.no_grad():
+        if name:
+            model.get_parameter(name).mul_(0.5)
+    try:
+        loss.backward()
+    except RuntimeError as e:
+        assert name in str(e) or not hasattr(model, "plan")
+        return str(e).split(":", maxsplit=1)[0].removesuffix(" ")
+    return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+
+
+def outcomes(rank: int) -> tuple[list[str], set[str]]:
+    """Where it was neither eager mode's error nor its gradients without the write, and the recipes with errors."""
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    torch.manual_seed(0)
+    plain, wrong, refused = Mlp().double(), [], set[str]()
+    batch = {key: torch.randn(8, 16, dtype=torch.float64, requires_grad=key == "x") for key in "xy"}
+    for recipe in ("fsdp", "megatron", "ddp"):
+        given = Mlp().double()
+        given.load_state_dict(plain.state_dict())
+        search = Search(recipe=recipe)
+        model = parallelize(given, mesh_of(4), batch, cluster=slow_devices(), search=search, timeout=WAIT)
+        for name in WRITTEN:
+            gradients, error = (outcome(plain, written, batch) for written in ("", name))
+            found = outcome(model, name, batch)
+            if isinstance(found, str):
+                refused.add(recipe)
+                wrong += [] if found == error else [f"{recipe} {name}: {found}, and {error}"]
+            elif not all(torch.allclose(*pair) for pair in zip(found, gradients, strict=True)):
+                wrong.append(f"{recipe} {name}: other gradients")
+    return wrong, refused
+
+
+def test_a_parameter_that_is_written_between_the_passes(ranks: Ranks) -> None:
+    """What is saved is what the forward pass had, or there is an error; weights that stay split are read again."""
+    for wrong, refused in ranks.run(outcomes):
+        assert not wrong and "megatron" in refused
