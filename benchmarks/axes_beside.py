@@ -200,18 +200,9 @@ def split_step(model: Any, batch: dict[str, Any], mesh: Any, rotate: str) -> Ste
 
 def mixtral() -> tuple[Any, dict[str, Any]]:
     """A Mixtral of 2 layers, in float32: torch has no grouped products of it on a CPU, and all take their fallback."""
-    import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from benchmarks.memory_models import mixtral
 
-    config = MixtralConfig(
-        vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=512,
-        use_cache=False, tie_word_embeddings=False, experts_implementation="grouped_mm",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    rows = 2 * WORLD
-    ids = torch.randint(0, 2048, (rows, max(int(os.environ[TOKENS]) // 16, 8)))
-    return MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
+    return mixtral(256, 2048, 2 * WORLD, max(int(os.environ[TOKENS]) // 16, 8))
 
 
 def transformers_own(mesh: Any, folder: Path) -> dict[str, Step]:

@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-WORLD, EXPERTS = 4, 8
+WORLD = 4
 
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "experts over 4": ({"expert": 4}, {"roles": {"expert": "expert"}}),
@@ -47,29 +47,16 @@ def main() -> None:
     mp.spawn(worker, args=(port, vars(options)), nprocs=WORLD)
 
 
-def mixtral(tokens: int) -> tuple[Any, dict[str, Any]]:
-    """Two layers of eight experts, of which a token has two, and 32 sequences."""
-    import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, num_local_experts=EXPERTS, num_experts_per_tok=2, max_position_embeddings=tokens,
-        use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    ids = torch.randint(0, 256, (32, tokens))
-    return MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
-
-
 def rows_of_experts(tokens: int) -> list[list[int]]:
     """Rows that each expert of each layer gets."""
     import torch
 
-    model, batch = mixtral(tokens)
+    from benchmarks.memory_models import mixtral
+
+    model, batch = mixtral(sequence=tokens)
     with torch.no_grad():
         logits = model(**batch, output_router_logits=True).router_logits
-    return [torch.bincount(one.topk(2, -1).indices.flatten(), minlength=EXPERTS).tolist() for one in logits]
+    return [torch.bincount(one.topk(2, -1).indices.flatten(), minlength=len(one[0])).tolist() for one in logits]
 
 
 def worker(rank: int, port: int, options: dict[str, Any]) -> None:
@@ -82,6 +69,7 @@ def worker(rank: int, port: int, options: dict[str, Any]) -> None:
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
     from benchmarks.memory import memory_of
+    from benchmarks.memory_models import mixtral
     from benchmarks.turns import stepper
 
     warnings.simplefilter("ignore")
@@ -94,7 +82,7 @@ def worker(rank: int, port: int, options: dict[str, Any]) -> None:
         parts = axes.get("expert", 1)
         measured = max(imbalance_of(tuple(map(float, one)), parts) for one in rows)
         asked = {key: measured if value is None else value for key, value in asked.items()}
-        model, batch = mixtral(options["tokens"])
+        model, batch = mixtral(sequence=options["tokens"])
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         parallel = parallelize(model, mesh, batch, search=Search(time_limit=options["time_limit"], **asked))
         row = memory_of(parallel, stepper(parallel, batch, gradients_stay=True), 0.0, rate=0.0)

@@ -1,4 +1,4 @@
-"""A Llama and a U-Net that are large enough for memory to matter and small enough for four processes of one machine."""
+"""Models that are large enough for memory to matter and small enough for four processes of one machine."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ def llama(hidden: int = 256, layers: int = 3, batch: int = 16, sequence: int = 1
     torch.manual_seed(0)
     tokens = torch.randint(0, vocabulary, (batch, sequence))
     model: Any = LlamaForCausalLM(config)
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def mixtral(hidden: int = 128, vocabulary: int = 256, batch: int = 32, sequence: int = 128) -> Example:
+    """A Mixtral of 2 layers of 8 experts, of which a token has 2."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2,
+        max_position_embeddings=max(sequence, 512), use_cache=False, tie_word_embeddings=False,
+        experts_implementation="grouped_mm",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tokens = torch.randint(0, vocabulary, (batch, sequence))
+    model: Any = MixtralForCausalLM(config)
     return model, {"input_ids": tokens, "labels": tokens}
 
 

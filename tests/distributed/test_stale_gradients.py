@@ -207,26 +207,25 @@ def test_bad_input_and_a_worker_that_others_wait_for() -> None:
 
 
 def failing(rank: int) -> tuple[str, float]:
-    """The thread of rank 1 that takes gradients of rank 2 fails at the third."""
+    """The thread of rank 1 that takes gradients of rank 2 fails; rank 2 may be at its first steps still."""
     model, optimizer, stale = made("SGD", timeout=300, staleness=1)
-    trained(rank, "SGD", model, optimizer, range(2), slow=0.0)
-    push = stale._owner.push
-
-    def fails(worker: int, *given: Any) -> Any:
-        if rank == 1 and worker == 2:
-            raise MemoryError("no room for a gradient")
-        return push(worker, *given)
-
-    stale._owner.push = fails
     begun = time.monotonic()
     try:
+        trained(rank, "SGD", model, optimizer, range(2), slow=0.0)
+        push = stale._owner.push
+
+        def fails(worker: int, *given: Any) -> Any:
+            if rank == 1 and worker == 2:
+                raise MemoryError("no room for a gradient")
+            return push(worker, *given)
+
+        stale._owner.push = fails
         trained(rank, "SGD", model, optimizer, range(2, 40), slow=0.0)
     except Exception as e:
         return f"{type(e).__name__}: {e}", time.monotonic() - begun
     return "", 0.0
 
 
-@pytest.mark.deep  # fails on a busy machine: a rank may be at the first steps still, and its error is another
 def test_a_thread_that_fails_is_heard_of() -> None:
     ranks = Ranks()
     try:

@@ -38,7 +38,7 @@ def outcomes(rank: int) -> tuple[list[str], set[str]]:
     torch.manual_seed(0)
     plain, wrong, refused = Mlp().double(), [], set[str]()
     batch = {key: torch.randn(8, 16, dtype=torch.float64, requires_grad=key == "x") for key in "xy"}
-    for recipe in ("fsdp", "megatron", "ddp"):
+    for recipe in ("fsdp", "megatron", "ddp", "random"):
         given = Mlp().double()
         given.load_state_dict(plain.state_dict())
         search = Search(recipe=recipe)
