@@ -199,6 +199,11 @@ def pooling() -> Iterator[Sample]:
             corners = () if "nearest" in name else (False,)
             yield call(op.default, x(2, 4, *[3] * n), [6] * n, *corners)
             yield call(back.default, x(2, 4, *[6] * n), [6] * n, [2, 4, *[3] * n], *corners)
+            if "nearest" in name:
+                for shape, out, scales in (([4] * n, [8] * n, [2.0] * n), ([2, 4, 4][:n], [6, 4, 5][:n], [])):
+                    yield call(op.default, x(2, 2, *shape), out, *scales)
+                    yield call(back.default, x(2, 2, *out), out, [2, 2, *shape], *scales)
+                yield call(op.default, x(2, 2, *[4] * n), [8] * n, *[2.2] * n)  # which is no whole number
 
 
 def softmax() -> Iterator[Sample]:
