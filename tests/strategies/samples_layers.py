@@ -32,7 +32,6 @@ def normalization() -> Iterator[Sample]:
     yield call(aten.native_group_norm.default, x(2, 8, 4, 4), x(8), None, 2, 8, 16, 2, 1e-5)
     yield call(aten.native_group_norm.default, x(2, 4, 2, 4, 1) + 9, x(4), x(4), 2, 4, 8, 1, 1e-5)
     yield call(aten.native_group_norm.default, x(2, 8), x(8), x(8), 2, 8, 1, 2, 1e-5)
-    yield call(aten.native_group_norm.default, x(2, 8, 0), x(8), x(8), 2, 8, 0, 2, 1e-5)
     for groups, shape in ((4, (2, 4, 4, 2)), (1, (2, 4, 4)), (2, (2, 4))):
         of, area = (*shape[:2], math.prod(shape[2:]), groups), (x(2, groups), positive(2, groups))
         for weight, mask in ((x(4), [True, True, True]), (None, [True, False, False]), (x(4), [False, True, False])):

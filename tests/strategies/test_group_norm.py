@@ -86,3 +86,10 @@ def test_few_bits(dtype: torch.dtype, mixed: bool) -> None:
     _, mean, rstd = aten.native_group_norm.default(x, weight, bias, *sizes, 1e-5)
     arguments = (grad, x, mean, rstd, weight, *sizes, [True, True, True])
     check_rule(aten.native_group_norm_backward.default, arguments, {}, rtol=0.05)
+
+
+def test_images_without_positions_are_not_split_within_groups() -> None:
+    proven = check_rule(
+        aten.native_group_norm.default, (images(2, 4, 0), None, None, 2, 4, 0, 2, 1e-5), {}, pairs=False
+    )
+    assert [name.partition(":")[0] for name in proven] == ["n", "g"]
