@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +78,8 @@ def capture(
         compute: dtype of floating parameters and batch tensors in the graph; default: their own.
 
     Raises:
-        CaptureError: the model cannot be traced, with the user's line and the remedy.
+        CaptureError: the model cannot be traced, with the user's line and the remedy; or another thread captures one
+            for longer than `LONGEST_WAIT` seconds.
         TypeError: the batch does not hold the model's arguments.
         ValueError: ``loss`` and ``loss_fn`` both say what the loss is.
     """
@@ -101,9 +103,33 @@ def capture(
         _attempt, model, tensors, arguments, loss_fn=loss_fn, loss=loss, training=training, compute=compute
     )
     # The user's modes see what a step computes, as they do in eager mode, and not how it is traced.
-    with without_users_modes(), without_trackers():
+    with _alone(), without_users_modes(), without_trackers():
         program: Program = floats.watched(arguments.numbers, partial(_with_fewest_constants, attempt))
     return program
+
+
+LONGEST_WAIT = 1800.0
+"""Seconds that a capture waits for the one of another thread: GPT-2's takes some ten."""
+
+_CAPTURING = threading.RLock()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One capture at a time in a process: while it goes on, functions of torch are replaced by others.
+
+    Raises:
+        CaptureError: another thread's capture does not end.
+    """
+    if not _CAPTURING.acquire(timeout=LONGEST_WAIT):
+        raise CaptureError(
+            f"another thread has been capturing a model for {LONGEST_WAIT:g} s, and one is captured at a time in a "
+            "process: capture this model before that thread starts, or in another process"
+        )
+    try:
+        yield
+    finally:
+        _CAPTURING.release()
 
 
 _ATTEMPTS = ((True, True), (True, False), (False, False))

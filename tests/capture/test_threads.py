@@ -1,0 +1,60 @@
+"""Models captured in several threads at once: one after the other, each as if it were alone."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture, export
+from autopar.errors import CaptureError
+
+WATCHED = ("load", "get_rng_state", "set_rng_state", "initial_seed", "is_anomaly_enabled", "get_num_threads")
+
+
+class Layers(nn.Module):
+    """As many layers as told, with random numbers that a capture sees."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers, self.dropped = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers)), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.dropped(layer(x))
+        return x.square().mean()
+
+
+def nodes(layers: int) -> list[str]:
+    program = capture(Layers(layers), (torch.zeros(2, 4),))
+    return [str(n.target) for n in program.graph.graph.nodes]
+
+
+def test_captures_wait_for_each_other() -> None:
+    alone, before = {n: nodes(n) for n in (1, 3)}, [getattr(torch, name) for name in WATCHED]
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(nodes, (1, 3, 1, 3), timeout=200)]
+    assert found == [alone[n] for n in (1, 3, 1, 3)]
+    # What a capture replaces is put back.
+    assert [getattr(torch, name) for name in WATCHED] == before
+
+
+def test_a_capture_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "LONGEST_WAIT", 0.1)
+    begun, over = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        with export._alone():
+            begun.set()
+            over.wait(100)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(slow)
+        assert begun.wait(100)
+        with pytest.raises(CaptureError, match=r"another thread has been capturing a model for 0.1 s"):
+            nodes(1)
+        over.set()
+        other.result(100)
