@@ -47,8 +47,10 @@ from autopar._torch_compat.dtensor_handlers import (
     copy_parameters_alone,
     handle_operators,
     leave_trace,
+    normal_views,
     overloads_of,
     take_shape_in_place,
+    view_under_inference,
 )
 from autopar._torch_compat.interpreter import interpreted, interpreter_takes, interpreting, is_boxed, said_by_kernel
 from autopar._torch_compat.operators import (
@@ -133,6 +135,7 @@ __all__ = [
     "masks_as_they_are",
     "module_database",
     "new_fake_results",
+    "normal_views",
     "number_of_groups",
     "operator_database",
     "overloads_of",
@@ -163,6 +166,7 @@ __all__ = [
     "traced_node",
     "traced_root",
     "tracing",
+    "view_under_inference",
     "without_modes",
     "without_ordered_effects",
     "without_trackers",

@@ -21,11 +21,19 @@ def local_shape_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -
 
 def dtensor_overloads() -> frozenset[str]:
     """Names of the operator overloads for which `torch.distributed.tensor` has a sharding rule."""
+    return frozenset(str(op) for table in _tables() for op in table)
+
+
+def _tables() -> list[Any]:
     from torch.distributed.tensor import DTensor
 
     rules = DTensor._op_dispatcher.sharding_propagator
-    tables = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
-    return frozenset(str(op) for table in tables for op in getattr(rules, table, ()))
+    names = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
+    return [getattr(rules, name, ()) for name in names]
+
+
+def _has_rule(op: Any) -> bool:
+    return any(op in table for table in _tables())
 
 
 def reduce_found_inf_over_every_gradient() -> None:
@@ -212,6 +220,9 @@ def run_beyond_dtensor(
     propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
 
     def propagated(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
+        # Torch would find a rule by what it consists of, and run it on parts with the sizes of the whole.
+        if torch.is_inference_mode_enabled() and op._can_decompose() and not _has_rule(op):
+            return op.decompose(*args, **kwargs)
         plain = _plain_tensors((args, kwargs))
         if any(t.numel() > 1 for t in plain):
             compare(op, plain, info.compute_mesh)

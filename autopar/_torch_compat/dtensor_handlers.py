@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,60 @@ def handle_operators(operators: Iterable[Any], handler: Callable[[Any, Handler |
     table: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for op in operators:
         table[op] = handler(op, table.get(op))
+
+
+_VIEWS = (
+    "_conj.default", "_neg_view.default", "alias.default", "as_strided.default", "detach.default", "diagonal.default",
+    "expand.default", "permute.default", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default",
+    "squeeze.default", "squeeze.dim", "squeeze.dims", "t.default", "transpose.int", "unbind.int", "unfold.default",
+    "unsqueeze.default", "view.default", "view.dtype", "view_as_complex.default", "view_as_real.default",
+)  # fmt: skip
+
+
+def view_under_inference() -> None:
+    """Let views of DTensors be made under ``torch.inference_mode``: an error of torch's, `Cannot set version_counter`.
+
+    A view of a tensor that was made outside of it is a tensor as outside; torch makes another kind of DTensor for it.
+    """
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    if not hasattr(dispatcher, "unwrap_to_op_info"):
+        return
+    named = [name.split(".") for name in _VIEWS]
+    views = [getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in named]
+    handle_operators(views, lambda op, own: _outside_inference(own or _by_torch))
+
+
+def _outside_inference(run: Handler) -> Handler:
+    def outside(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with normal_views(op, args):
+            return run(op, args, kwargs)
+
+    return outside
+
+
+@contextmanager
+def normal_views(op: Any, args: tuple[Any, ...]) -> Iterator[None]:
+    """While it lasts, tensors are made as outside of ``torch.inference_mode``, if the operator views such a one."""
+    if not torch.is_inference_mode_enabled() or not op._schema._is_view_op() or args[0].is_inference():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _by_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch's dispatcher does with an operator that no handler takes."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    found = dispatcher._propagate_op_sharding_dispatch_slow_path(op, args, kwargs, info, True)
+    if not hasattr(found, "output_spec"):
+        return found  # the result itself
+    info.output_sharding = found
+    return dispatcher.wrap(dispatcher._dispatch_get_local_results_slow_path(op, args, info), found.output_spec)
 
 
 def overloads_of(names: Iterable[str]) -> list[Any]:

@@ -83,7 +83,16 @@ def factories(p: Any) -> None:
     torch.bernoulli(noise(*p.shape).sigmoid(), out=p.grad)
 
 
-CHANGES: tuple[Callable[[Any], None], ...] = (masks, views, scalars, draws, factories)
+def inference(p: Any) -> None:
+    """Views of tensors that were made outside of inference mode are written to in it."""
+    with torch.inference_mode():
+        total = p.view(-1)[1:5].sum() + p.flatten()[2] + p.unflatten(0, (-1, 2))[1].sum() + p.t().reshape(-1)[-1]
+        p.grad.view(-1)[2:5].add_(total)
+        p.grad[0].mul_(p.unbind()[1].sum())
+        p.detach().unsqueeze(0).mul_(2)
+
+
+CHANGES: tuple[Callable[[Any], None], ...] = (masks, views, scalars, draws, factories, inference)
 if torch.__version__.startswith("2.11."):  # there `views` is an error: see the contract tests
     CHANGES = (masks, scalars, draws, factories)
 
