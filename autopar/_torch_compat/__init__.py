@@ -34,6 +34,7 @@ from autopar._torch_compat.dtensor import (
     convert_assigned,
     dtensor_overloads,
     local_shape_of,
+    read_of,
     read_only,
     redistributed,
     reduce_found_inf_over_every_gradient,
@@ -48,9 +49,11 @@ from autopar._torch_compat.dtensor_handlers import (
     handle_operators,
     leave_trace,
     normal_views,
+    operators_with_rules,
     overloads_of,
     take_shape_in_place,
     view_under_inference,
+    written_tensors,
 )
 from autopar._torch_compat.interpreter import interpreted, interpreter_takes, interpreting, is_boxed, said_by_kernel
 from autopar._torch_compat.operators import (
@@ -138,10 +141,12 @@ __all__ = [
     "normal_views",
     "number_of_groups",
     "operator_database",
+    "operators_with_rules",
     "overloads_of",
     "pipeline_runtime",
     "put_around_collectives",
     "pytree_node",
+    "read_of",
     "read_only",
     "recurrent_dropout",
     "redistributed",
@@ -172,4 +177,5 @@ __all__ = [
     "without_trackers",
     "without_users_modes",
     "written_by",
+    "written_tensors",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
+from autopar._torch_compat.dtensor import tables_of_rules
 from autopar._torch_compat.operators import tensors_in
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -83,6 +84,17 @@ def overloads_of(names: Iterable[str]) -> list[Any]:
     """The overloads of ATen's operators of these names."""
     packets = [getattr(torch.ops.aten, name) for name in names]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+def operators_with_rules() -> list[Any]:
+    """The overloads for which torch has a sharding rule, by which it may run them without asking any handler."""
+    return [op for table in tables_of_rules() for op in table]
+
+
+def written_tensors(op: Any) -> list[str]:
+    """Names of an operator's arguments that are ``out=``, if each is a tensor; else none."""
+    outs = [a for a in op._schema.arguments if a.is_out]
+    return [] if any(a.type.kind() != "TensorType" for a in outs) else [a.name for a in outs]
 
 
 def take_shape_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

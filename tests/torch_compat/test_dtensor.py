@@ -174,6 +174,15 @@ def test_what_torch_does_not_handle_is_handled(fake_group: object) -> None:
         compat.leave_trace("op", [mode.from_tensor(torch.ones(2))])
 
 
+def test_tensors_that_operators_are_given_to_write() -> None:
+    sort, stack = torch.ops.aten.sort.values, torch.ops.aten.stack.out
+    first, second = torch.ones(2), torch.ones(2)
+    assert compat.written_tensors(sort) == ["values", "indices"]
+    assert compat.written_tensors(torch.ops.aten._foreach_add.List_out) == []
+    assert len(compat.read_of(stack, [first, second], {"out": second})) == 1
+    assert torch.ops.aten.mul.Tensor in compat.operators_with_rules()
+
+
 def test_views_under_inference_mode(fake_group: object) -> None:
     """Torch fails, or reads the sizes of a whole tensor as those of a part."""
     install_whole_operators()

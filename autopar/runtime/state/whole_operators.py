@@ -24,6 +24,7 @@ from autopar._torch_compat import (
     leave_trace,
     map_tensors,
     normal_views,
+    read_of,
     read_only,
     redistributed,
     run_beyond_dtensor,
@@ -60,7 +61,7 @@ def install_whole_operators() -> None:
 
 def _of_one_stage(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator on whole tensors of which one is of a stage: torch's dispatch does not see it."""
-    plain = [t for t in tensors_in((args, kwargs)) if not isinstance(t, DTensor)]
+    plain = read_of(op, [t for t in tensors_in((args, kwargs)) if not isinstance(t, DTensor)], kwargs)
     if any(t.numel() > 1 for t in plain):
         _compare(op, plain, _mesh_of(args, kwargs))
     return _on_whole_tensors(op, args, kwargs)
