@@ -45,6 +45,7 @@ from autopar._torch_compat.dtensor import (
     take_in_foreach,
 )
 from autopar._torch_compat.dtensor_handlers import (
+    assign_in_parametrizations,
     copy_parameters_alone,
     handle_operators,
     leave_trace,
@@ -101,6 +102,7 @@ __all__ = [
     "TracingContext",
     "aot_export_joint_with_descriptors",
     "asks_subclasses",
+    "assign_in_parametrizations",
     "associative_scan_as",
     "attention_kernel",
     "below_autograd",

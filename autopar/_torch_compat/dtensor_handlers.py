@@ -123,6 +123,29 @@ def leave_trace(op: Any, arguments: Any) -> None:
         raise DataDependentOutputException(op)
 
 
+def assign_in_parametrizations() -> None:
+    """Let a plain tensor that is assigned to a parametrized weight be written to the DTensors that this is made of.
+
+    Torch swaps a DTensor with what it gets, and fails where that is a plain tensor, or other code holds the tensor.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.nn.utils import parametrize
+
+    own: Any = parametrize._maybe_set
+    if own.__module__ != parametrize.__name__:
+        return
+
+    def assigned(dest: torch.Tensor, src: torch.Tensor) -> None:
+        # One in another layout is taken as it is: what a parametrization leaves that is removed.
+        as_it_lies = not isinstance(src, DTensor) or src.placements == getattr(dest, "placements", None)
+        if isinstance(dest, DTensor) and dest.shape == src.shape and as_it_lies:
+            dest.copy_(src)
+        else:
+            own(dest, src)
+
+    parametrize._maybe_set = assigned
+
+
 def copy_parameters_alone() -> None:
     """Let ``copy.deepcopy`` of a DTensor copy no gradient, as that of a parameter on one device.
 

@@ -174,6 +174,18 @@ def test_what_torch_does_not_handle_is_handled(fake_group: object) -> None:
         compat.leave_trace("op", [mode.from_tensor(torch.ones(2))])
 
 
+def test_what_is_assigned_to_a_parametrized_weight(fake_group: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch asks one function for it."""
+    install_whole_operators()
+    monkeypatch.setattr(nn.utils.parametrize, "_maybe_set", nn.utils.parametrize._maybe_set)
+    compat.assign_in_parametrizations()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()], run_check=False))
+    with torch.no_grad():
+        nn.utils.parametrize._maybe_set(parameter, torch.full((4, 2), 3.0))
+    assert parameter.to_local().sum() == 24
+
+
 def test_tensors_that_operators_are_given_to_write() -> None:
     sort, stack = torch.ops.aten.sort.values, torch.ops.aten.stack.out
     first, second = torch.ones(2), torch.ones(2)

@@ -15,7 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch_compat import convert_assigned, copy_parameters_alone, refuse_to_pickle_parts
+from autopar._torch_compat import (
+    assign_in_parametrizations,
+    convert_assigned,
+    copy_parameters_alone,
+    refuse_to_pickle_parts,
+)
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, TensorType, replicated
 from autopar.runtime.dtensor import (
@@ -98,6 +103,7 @@ def storage_of(parameter: torch.Tensor) -> ParameterStorage | None:
 def install_assignments() -> None:
     """Let ``.data`` and ``.grad`` of parameters on a mesh take whole tensors."""
     convert_assigned(_converted)
+    assign_in_parametrizations()
     refuse_to_pickle_parts(_unpicklable)
     copy_parameters_alone()
 
