@@ -84,16 +84,24 @@ def _grouped(x: Spec) -> tuple[str, str]:
     return f"n(gc){spatial}", spatial
 
 
+def _within_groups(x: Spec, spatial: str, build: Any) -> tuple[str, dict[str, Lowering]]:
+    """What groups are normalized over and cannot be split, and what may be by other code, all of it together."""
+    within = "c" + spatial
+    return ("", dict.fromkeys(within, Lowering(build))) if math.prod(x.shape) else (within, {})
+
+
 @rule(aten.native_group_norm.default)
 def group_norm(x: Spec, weight: Spec | None, bias: Spec | None, *sizes: Any) -> Rule:
     """Each group of channels of each sample normalized; ``sizes`` are N, C, HxW, groups, eps."""
     whole, spatial = _grouped(x)
     inputs = [whole, *["(gc)"] * _present(weight, bias)]
+    blocked, lower = _within_groups(x, spatial, partial(_group_norm, x, weight))
     return Rule(
         f"{','.join(inputs)}->{whole},ng,ng",
-        blocked="c" + spatial,
-        keep="n",
-        scaled={3: "n", 4: "g", 6: "g"},
+        blocked=blocked,
+        keep="nc" + spatial,
+        lower=lower,
+        scaled={3: "n", 4: "gc", 5: spatial, 6: "g"},
         sizes={"g": sizes[3]},
         strides=ROW_MAJOR,
     )
@@ -104,15 +112,121 @@ def group_norm_backward(grad: Spec, x: Spec, mean: Spec, rstd: Spec, weight: Spe
     """Gradients of input, weight and bias; ``sizes`` are N, C, HxW, groups, output mask."""
     whole, spatial = _grouped(x)
     inputs = [whole, whole, "ng", "ng", *["(gc)"] * _present(weight)]
+    blocked, lower = _within_groups(x, spatial, partial(_group_norm_backward, x, weight, sizes[3]))
     return Rule(
         f"{','.join(inputs)}->{_masked([whole, '(gc)', '(gc)'], sizes[4])}",
-        blocked="c" + spatial,
-        reduce="n",
+        blocked=blocked,
+        reduce="n" + spatial,
         linear=((0,),),
-        scaled={5: "n", 6: "g", 8: "g"},
+        lower=lower,
+        scaled={5: "n", 6: "gc", 7: spatial, 8: "g"},
         sizes={"g": sizes[3]},
         strides=ROW_MAJOR,
     )
+
+
+# Builders of group norm's lowerings. ``spec``, ``gamma`` and ``all_groups`` are of the whole call; sizes are local.
+
+
+def _positions(spec: Spec, x: Any) -> Any:
+    """``[N, C, ...]`` summed to ``[N, C]``."""
+    return aten.sum.dim_IntList(x, list(range(2, spec.ndim)), False) if spec.ndim > 2 else x
+
+
+def _of_group(n: int, groups: int, channels: Any) -> Any:
+    """``[N, C]`` summed to ``[N, groups]``."""
+    return aten.sum.dim_IntList(aten.reshape.default(channels, [n, groups, -1]), [2], False)
+
+
+def _to_channels(n: int, c: int, groups: int, numbers: Any) -> Any:
+    """A group's number for each of its channels, ``[N, C]``."""
+    each = aten.expand.default(aten.reshape.default(numbers, [n, groups, 1]), [n, groups, c // groups])
+    return aten.reshape.default(each, [n, c])
+
+
+def _along(spec: Spec, channels: Any, n: int) -> Any:
+    """``[N, C]`` in a shape that broadcasts."""
+    return aten.reshape.default(channels, [n, -1, *[1] * (spec.ndim - 2)])
+
+
+def _as(dtype: Any, x: Any) -> Any:
+    return aten._to_copy.default(x, dtype=dtype)
+
+
+def _group_norm(
+    spec: Spec,
+    gamma: Spec | None,
+    context: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    n: int,
+    c: int,
+    _: int,
+    groups: int,
+    eps: float,
+) -> tuple[Any, Any, Any]:
+    """Output, mean and reciprocal deviation; variances are each part's, and that of the parts' means."""
+    wide = _widen(spec, x)
+    # Parts are equally large. Squares less the mean's would cancel.
+    own = aten.var_mean.correction(aten.reshape.default(wide, [n, groups, -1]), [2], correction=0)
+    mean = aten.div.Scalar(context.all_reduce(own[1], "sum"), context.parts)
+    apart = aten.sub.Tensor(own[1], mean)
+    variance = aten.add.Tensor(own[0], aten.mul.Tensor(apart, apart))
+    variance = aten.div.Scalar(context.all_reduce(variance, "sum"), context.parts)
+    rstd = aten.rsqrt.default(aten.add.Scalar(variance, eps))
+    # One pass, as the kernel: x * scale + (bias - mean * scale).
+    scale = _to_channels(n, c, groups, rstd)
+    scale = scale if weight is None else aten.mul.Tensor(scale, weight)
+    shift = aten.neg.default(aten.mul.Tensor(_to_channels(n, c, groups, mean), scale))
+    shift = shift if bias is None else aten.add.Tensor(shift, bias)
+    output = aten.addcmul.default(_along(spec, shift, n), wide, _along(spec, scale, n))
+    if not _is_half(spec):
+        return output, mean, rstd
+    # The kernel's statistics are in float32 where its weight is.
+    saved = spec.dtype if gamma is None or _is_half(gamma) else gamma.dtype
+    return _as(spec.dtype, output), _as(saved, mean), _as(saved, rstd)
+
+
+def _group_norm_backward(
+    spec: Spec,
+    gamma: Spec | None,
+    all_groups: int,
+    context: Any,
+    grad: Any,
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    n: int,
+    c: int,
+    _: int,
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Any, ...]:
+    """``(dxhat - mean(dxhat) - xhat * mean(dxhat * xhat)) * rstd``; terms of ``sum(grad * xhat)`` and ``sum(grad)``.
+
+    Here ``xhat = (x - mean) * rstd`` and ``dxhat = grad * weight``.
+    """
+    count = math.prod(spec.shape[1:]) // all_groups
+    wide, rstd = _widen(spec, grad), _widen(spec, rstd)
+    centred = aten.sub.Tensor(_widen(spec, x), _along(spec, _to_channels(n, c, groups, _widen(spec, mean)), n))
+    total, along = _positions(spec, wide), _positions(spec, aten.mul.Tensor(wide, centred))
+    scale = _to_channels(n, c, groups, rstd)
+    found: list[Any] = [None, aten.sum.dim_IntList(aten.mul.Tensor(along, scale), [0], False)]
+    found.append(aten.sum.dim_IntList(total, [0], False))
+    if mask[0]:
+        weighted = [t if weight is None else aten.mul.Tensor(t, weight) for t in (total, along)]
+        both = context.all_reduce(aten.stack.default([_of_group(n, groups, t) for t in weighted]), "sum")
+        shift = aten.mul.Tensor(aten.select.int(both, 0, 0), rstd)
+        slope = aten.mul.Tensor(aten.select.int(both, 0, 1), aten.pow.Tensor_Scalar(rstd, 3))
+        less, turned = (_along(spec, _to_channels(n, c, groups, aten.div.Scalar(t, -count)), n) for t in (shift, slope))
+        scale = _along(spec, scale if weight is None else aten.mul.Tensor(scale, weight), n)
+        found[0] = aten.addcmul.default(aten.addcmul.default(less, wide, scale), centred, turned)
+    if _is_half(spec):
+        dtypes = [spec.dtype, *[spec.dtype if gamma is None else gamma.dtype] * 2]
+        found = [None if t is None else _as(dtype, t) for t, dtype in zip(found, dtypes, strict=True)]
+    return tuple(t if wanted else None for t, wanted in zip(found, mask, strict=True))
 
 
 CHANNEL = letters(2)[1]

@@ -139,7 +139,8 @@ class Rule:
         linear: sets of tensor arguments in which the operator is jointly linear, the others being held fixed:
             ``Partial`` in exactly these arguments passes through to every output.
         shapes: positions of arguments that are the shape of output 0; made local when the output is split.
-        scaled: argument (position, or name) that is a number of elements along some letters: ``{1: "r"}``.
+        scaled: argument (position, or name) that is a number of elements along some letters: ``{1: "r"}``; of a list
+            either every entry is along these, or each along its own: ``{1: ("x", "y")}``.
         lower: letters whose split needs other code; several in one key: they are split together, see `Lowering`.
         flops: floating point operations of the whole operator; None counts memory traffic only.
         rate: what they are of where no tensor's dtype says it: ``float8``, a product with two scales behind its
@@ -172,7 +173,7 @@ class Rule:
     blocked: str = ""
     linear: tuple[tuple[int, ...], ...] = ()
     shapes: tuple[int, ...] = ()
-    scaled: Mapping[int | str, str] = field(default_factory=lambda: MappingProxyType({}))
+    scaled: Mapping[int | str, str | tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     lower: Mapping[str, Lowering] = field(default_factory=lambda: MappingProxyType({}))
     flops: float = 0.0
     rate: str = ""
@@ -273,16 +274,24 @@ def lengthened(
         # The size argument of output 0, such as that of ``reshape`` or ``full``.
         found[position] = list(shape)
     for key, counted in rule.scaled.items():
-        old, new = (math.prod(letters[c][k] for c in counted if c in letters) for k in (0, 1))
+
+        def longer(value: Any, counted: str) -> Any:
+            old, new = (math.prod(letters[c][k] for c in counted if c in letters) for k in (0, 1))
+            return value // old * new
+
         if isinstance(key, int) and key < len(found):
-            found[key] = _scaled(found[key], old, new)
+            found[key] = entries(found[key], counted, longer)
         elif str(key) in named:
-            named[str(key)] = _scaled(named[str(key)], old, new)
+            named[str(key)] = entries(named[str(key)], counted, longer)
     return found, named
 
 
-def _scaled(value: Any, old: int, new: int) -> Any:
-    return [_scaled(v, old, new) for v in value] if isinstance(value, list | tuple) else value // old * new
+def entries(value: Any, letters: str | tuple[str, ...], change: Callable[[Any, str], Any]) -> Any:
+    """A number of elements along letters, changed; or a list of such numbers, see `Rule.scaled`."""
+    if not isinstance(value, list | tuple):
+        return change(value, "".join(letters))
+    own = (letters,) * len(value) if isinstance(letters, str) else letters
+    return [entries(v, c, change) for v, c in zip(value, own, strict=True)]
 
 
 def _has(letter: str, tensor: Dims) -> bool:

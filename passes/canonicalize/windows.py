@@ -3,11 +3,13 @@
 Before::
 
     longer = aten.constant_pad_nd(labels, [0, 1], -100); shifted = aten.slice(longer, 1, 1, 17)
+    before = aten.slice_scatter(aten.full([2, 16], 0), aten.slice(x, 1, 0, 15), 1, 1, 16)  # y[:, 1:] = x[:, :-1]
     c = aten.convolution(x, w, b, [1], [3], ...); causal = aten.slice(c, 2, 0, 16)      # x [batch, channels, 16]
 
 After::
 
     shifted = aten.constant_pad_nd(labels, [-1, 1], -100)
+    before = aten.constant_pad_nd(x, [1, -1], 0)
     causal = autopar.padded_convolution(x, w, b, [1], [3], [0], ...)
 
 So are zeros before a convolution, and gradients of all of these. A dim of another length is another factor, which no
@@ -104,6 +106,8 @@ def _ends(node: Any) -> _Ends | None:
         padded = [d for d in _padding(node) if any(_padding(node)[d])]
         fill = args[2] if len(args) > 2 else 0
         return _Ends(args[0], padded[0], *_padding(node)[padded[0]], fill) if len(padded) == 1 else None
+    if node.target is aten.slice_scatter.default and args[5] == 1 and _is_constant(args[0], node, args[1]):
+        return _Ends(args[1], args[2], args[3], _value(node).shape[args[2]] - args[4], args[0].args[1])
     return _beside_constant(node) if node.target is aten.cat.default else None
 
 
@@ -114,11 +118,16 @@ def _beside_constant(node: fx.Node) -> _Ends | None:
     if len(parts) != 2:
         return None
     for constant, other, first in ((parts[0], parts[1], True), (parts[1], parts[0], False)):
-        fine = constant.target is aten.full.default and other.target is not aten.full.default
-        if fine and _value(other).dtype == _value(node).dtype and isinstance(constant.args[1], int | float | bool):
+        if _is_constant(constant, node, other):
             size = _value(constant).shape[dim]
             return _Ends(other, dim, size * first, size * (not first), constant.args[1])
     return None
+
+
+def _is_constant(constant: Any, node: fx.Node, other: Any) -> bool:
+    """Whether a tensor has equal numbers, beside another one of its dtype that is none of these."""
+    fine = constant.target is aten.full.default and other.target is not aten.full.default
+    return fine and _value(other).dtype == _value(node).dtype and isinstance(constant.args[1], int | float | bool)
 
 
 def _padding(node: fx.Node) -> dict[int, tuple[int, int]]:

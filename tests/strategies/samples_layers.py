@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,13 @@ def normalization() -> Iterator[Sample]:
         yield call(aten._fused_rms_norm_backward.default, x(2, 4, 6), x(2, 4, 6), [6], rstd, w, mask)
     yield call(aten.native_group_norm.default, x(2, 8, 3, 2), x(8), x(8), 2, 8, 6, 4, 1e-5)
     yield call(aten.native_group_norm.default, x(2, 8, 3), None, None, 2, 8, 3, 2, 1e-5)
+    yield call(aten.native_group_norm.default, x(2, 8, 4, 4), x(8), None, 2, 8, 16, 2, 1e-5)
+    yield call(aten.native_group_norm.default, x(2, 4, 2, 4, 1) + 9, x(4), x(4), 2, 4, 8, 1, 1e-5)
+    yield call(aten.native_group_norm.default, x(2, 8), x(8), x(8), 2, 8, 1, 2, 1e-5)
+    for groups, shape in ((4, (2, 4, 4, 2)), (1, (2, 4, 4)), (2, (2, 4))):
+        of, area = (*shape[:2], math.prod(shape[2:]), groups), (x(2, groups), positive(2, groups))
+        for weight, mask in ((x(4), [True, True, True]), (None, [True, False, False]), (x(4), [False, True, False])):
+            yield call(aten.native_group_norm_backward.default, x(*shape), x(*shape), *area, weight, *of, mask)
     stats = (x(2, 4), positive(2, 4))
     for mask in ([True, True, True], [False, True, True]):
         yield call(aten.native_group_norm_backward.default, x(2, 8, 3), x(2, 8, 3), *stats, x(8), 2, 8, 3, 4, mask)
@@ -190,6 +198,11 @@ def pooling() -> Iterator[Sample]:
             corners = () if "nearest" in name else (False,)
             yield call(op.default, x(2, 4, *[3] * n), [6] * n, *corners)
             yield call(back.default, x(2, 4, *[6] * n), [6] * n, [2, 4, *[3] * n], *corners)
+            if "nearest" in name:
+                for shape, out, scales in (([4] * n, [8] * n, [2.0] * n), ([2, 4, 4][:n], [6, 4, 5][:n], [])):
+                    yield call(op.default, x(2, 2, *shape), out, *scales)
+                    yield call(back.default, x(2, 2, *out), out, [2, 2, *shape], *scales)
+                yield call(op.default, x(2, 2, *[4] * n), [8] * n, *[2.2] * n)  # which is no whole number
 
 
 def softmax() -> Iterator[Sample]:

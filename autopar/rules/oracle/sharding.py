@@ -20,7 +20,7 @@ from autopar.errors import InvalidRuleError
 from autopar.ir.ops.balanced_attention import swapped
 from autopar.ir.ops.sequence.send_block import MIRROR, NEXT, PREVIOUS, sent
 from autopar.rules.oracle.call import RuleCall, Tensors, Tree, compare, map_tensors, outputs_of, wide
-from autopar.rules.rule import Dims, Rule
+from autopar.rules.rule import Dims, Rule, entries
 
 Rank = tuple[int, ...]
 
@@ -191,7 +191,7 @@ class _SplitCall(RuleCall):
         values: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
         for key, letters in self.rule.scaled.items():
             if key in values:
-                values[key] = _scale(values[key], math.prod(split[c] for c in letters))
+                values[key] = entries(values[key], letters, lambda n, own: _scale(n, math.prod(split[c] for c in own)))
         first, whole = self.rule.outputs[0], self.outputs[0]
         for position in self.rule.shapes:
             if first is not None and whole is not None:
@@ -411,9 +411,9 @@ def _terms(x: torch.Tensor, parts: int, generator: torch.Generator) -> list[torc
 
 
 def _scale(value: Any, parts: int) -> Any:
-    """A local number of elements; of every entry of a list."""
-    if value is None or isinstance(value, (list, tuple)):
-        return value and [_scale(v, parts) for v in value]
+    """A local number of elements."""
+    if value is None:
+        return None
     if value % parts:
         raise InvalidRuleError(f"a size argument of {value} cannot be cut into {parts} parts")
     return value // parts

@@ -6,6 +6,7 @@ elimination (Goldstein, Biophysical Journal 1994). At least one optimum survives
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import numpy as np
@@ -62,18 +63,21 @@ def _merge_parallel(graph: Workspace, node: int) -> list[int]:
 def _tidy(graph: Workspace, fid: int) -> list[int]:
     """Compact one factor; returns nodes that lost labels and must be looked at again."""
     factor = graph.factors[fid]
-    if graph.tidy.get(fid) == tuple(len(graph.alive(n)) for n in factor.nodes):
+    known, living = graph.tidy.get(fid), tuple(len(graph.alive(n)) for n in factor.nodes)
+    if known == living:
         return []
-    for node in factor.nodes:
-        if not graph.alive(node).size:
+    for node, left in zip(factor.nodes, living, strict=True):
+        if not left:
             return [node]
-    compact, dropped = _drop_unused_rows(graph, factor)
-    compact, moved, touched = _move_minima(graph, compact)
+    compact, shorter = _drop_unused_rows(graph, factor)
+    # Rows that were compact before are so until they lose entries.
+    axes = range(len(factor.nodes)) if known is None else _across(shorter, len(factor.nodes))
+    compact, moved, touched = _move_minima(graph, compact, axes)
     merged = False
     if not touched:
-        compact, merged = _merge_equal_rows(compact)
+        compact, merged = _merge_equal_rows(compact, range(len(factor.nodes)) if moved else axes)
     empty = not compact.table.any()
-    if dropped or moved or merged or empty:
+    if shorter or moved or merged or empty:
         graph.remove(fid)
         if not touched and empty:
             return touched
@@ -83,26 +87,38 @@ def _tidy(graph: Workspace, fid: int) -> list[int]:
     return touched
 
 
-def _drop_unused_rows(graph: Workspace, factor: Potential) -> tuple[Potential, bool]:
-    """The factor without rows that no living label has, and whether there were any."""
-    groups, table, changed = list(factor.groups), factor.table, False
+def _across(shorter: Sequence[int], count: int) -> list[int]:
+    """The axes whose rows have lost entries, when others have lost rows."""
+    return [axis for axis in range(count) if any(other != axis for other in shorter)]
+
+
+def _drop_unused_rows(graph: Workspace, factor: Potential) -> tuple[Potential, list[int]]:
+    """The factor without rows that no living label has, and the axes that had any."""
+    groups, table, shorter = list(factor.groups), factor.table, list[int]()
     for axis, node in enumerate(factor.nodes):
         alive = graph.alive(node)
         if not _all_used(groups[axis][alive], table.shape[axis]):
             groups[axis], (used,) = join([groups[axis]], alive)
-            table, changed = table.take(used, axis), True
-    return Potential(factor.nodes, tuple(groups), table), changed
+            table = table.take(used, axis)
+            shorter.append(axis)
+    return Potential(factor.nodes, tuple(groups), table), shorter
 
 
-def _move_minima(graph: Workspace, factor: Potential) -> tuple[Potential, bool, list[int]]:
+def _move_minima(graph: Workspace, factor: Potential, axes: Iterable[int]) -> tuple[Potential, bool, list[int]]:
     """Move the minimum of each row to the unary cost of the labels that have it.
+
+    Args:
+        graph: Whose costs get them.
+        factor: One of its factors.
+        axes: The others' rows have minimum 0.
 
     Returns:
         The factor, all of whose rows have minimum 0; whether that changed it; and the nodes to look at again, as labels
         have died whose row was all forbidden.
     """
     table, changed, touched = factor.table, False, list[int]()
-    for axis, node in enumerate(factor.nodes):
+    for axis in axes:
+        node = factor.nodes[axis]
         others = tuple(k for k in range(table.ndim) if k != axis)
         low = table.min(axis=others)
         if not low.any():
@@ -119,12 +135,17 @@ def _move_minima(graph: Workspace, factor: Potential) -> tuple[Potential, bool, 
     return Potential(factor.nodes, factor.groups, table), changed, touched
 
 
-def _merge_equal_rows(factor: Potential) -> tuple[Potential, bool]:
-    """The factor with equal rows of each axis merged, and whether there were any."""
+def _merge_equal_rows(factor: Potential, axes: Iterable[int]) -> tuple[Potential, bool]:
+    """The factor with equal rows of some axes merged, and whether there were any."""
     groups, table, changed = list(factor.groups), factor.table, False
-    for axis in range(table.ndim):
-        table, groups[axis], merged = _merge_rows(table, groups[axis], axis)
-        changed |= merged
+    finite = np.isfinite(table)
+    largest = float(np.abs(table, where=finite, out=np.zeros_like(table)).max(initial=0.0))
+    hashed, unit = np.where(finite, table, -largest), NOISE * largest
+    for axis in axes:
+        first, number = _equal_rows(table, hashed, axis, unit)
+        if first is not None:
+            table, hashed, changed = table.take(first, axis), hashed.take(first, axis), True
+            groups[axis] = np.where(groups[axis] >= 0, number[groups[axis]], -1)
     return Potential(factor.nodes, tuple(groups), table), changed
 
 
@@ -141,26 +162,31 @@ def _weights(columns: int) -> Floats:
     return found
 
 
-def _merge_rows(table: Floats, group: Ints, axis: int) -> tuple[Floats, Ints, bool]:
-    """Give labels with equal rows one group."""
-    rows = np.moveaxis(table, axis, 0).reshape(table.shape[axis], -1)
+def _equal_rows(table: Floats, hashed: Floats, axis: int, unit: float) -> tuple[Ints | None, Ints]:
+    """The first of each kind of equal rows, None if no two are equal; and the number of each row's kind.
+
+    Args:
+        table: Of a factor.
+        hashed: The same with finite numbers in place of infinite ones.
+        axis: Of the rows.
+        unit: Entries that differ by less are equal.
+    """
+    rows = np.moveaxis(hashed, axis, 0).reshape(table.shape[axis], -1)
+    every = np.arange(len(rows))
     if len(rows) == 1:
-        return table, group, False
-    finite = np.isfinite(rows)
-    largest = float(np.abs(rows, where=finite, out=np.zeros_like(rows)).max(initial=0.0))
-    unit = NOISE * largest
-    hashes = np.sort(np.where(finite, rows, -largest) @ _weights(rows.shape[1]))
+        return None, every
+    hashes = np.sort(rows @ _weights(rows.shape[1]))
     # Equal rows have equal hashes up to rounding: without near-equal hashes there is nothing to merge.
     rounding = 1e-9 * max(abs(hashes[0]), abs(hashes[-1])) + 2 * unit * rows.shape[1]
     if (hashes[1:] - hashes[:-1]).min() > rounding:
-        return table, group, False
+        return None, every
+    rows = np.moveaxis(table, axis, 0).reshape(table.shape[axis], -1)
     keys = np.rint(rows / unit) if unit else rows
     seen: dict[bytes, int] = {}
     new = np.array([seen.setdefault((k + 0.0).tobytes(), len(seen)) for k in keys])
     if len(seen) == len(rows):
-        return table, group, False
-    _, first = np.unique(new, return_index=True)
-    return table.take(first, axis), np.where(group >= 0, new[group], -1), True
+        return None, every
+    return np.unique(new, return_index=True)[1], new
 
 
 def _drop_labels(graph: Workspace, node: int, limit: int) -> bool:
@@ -178,7 +204,11 @@ def _drop_labels(graph: Workspace, node: int, limit: int) -> bool:
     # margin[a, b] >= 0: b costs no more than a, whatever the neighbors choose. Each factor lowers it by its worst case.
     margin = cost[:, None] - cost[None, :]
     margin[memory[:, None] < memory[None, :]] = -np.inf
+    np.fill_diagonal(margin, -np.inf)
     for fid in graph.incident[node]:
+        worse, better = np.nonzero(margin >= 0)
+        if not worse.size:
+            return False
         factor = graph.factors[fid]
         axis = factor.nodes.index(node)
         group = factor.groups[axis][alive]
@@ -186,10 +216,12 @@ def _drop_labels(graph: Workspace, node: int, limit: int) -> bool:
             margin[group[:, None] != group[None, :]] = -np.inf  # only labels that it cannot tell apart are compared
             continue
         known = graph.regrets.setdefault(fid, {})
+        if axis not in known and 2 * worse.size < factor.table.shape[axis] ** 2:
+            margin[worse, better] -= _regret_of(factor.table, axis, group[worse], group[better])
+            continue
         if axis not in known:
             known[axis] = _regret(factor.table, axis)
         margin -= known[axis].take(group, 0).take(group, 1)
-    np.fill_diagonal(margin, -np.inf)
     beats = margin >= 0
     if not beats.any():
         return False
@@ -212,4 +244,12 @@ def _regret(table: Floats, axis: int) -> Floats:
     with np.errstate(invalid="ignore"):  # inf - inf: neither row allows this column
         extra = rows[:, None, :] - rows[:, :, None] if first else rows[None, :, :] - rows[:, None, :]
         worst: Floats = np.fmax.reduce(extra, axis=0 if first else 2)
+    return worst
+
+
+def _regret_of(table: Floats, axis: int, rows: Ints, others: Ints) -> Floats:
+    """The largest extra cost of other rows over some, pair by pair: cheaper than of all where these are few."""
+    entries = np.moveaxis(table, axis, 0).reshape(table.shape[axis], -1)
+    with np.errstate(invalid="ignore"):  # as in `_regret`
+        worst: Floats = np.fmax.reduce(entries[others] - entries[rows], axis=1)
     return worst

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.ir.layout import Layout, open_shape
+from autopar.rules.rule import entries
 from autopar.sharding.candidates import letter_parts
 from autopar.sharding.dims import Operator
 
@@ -34,20 +35,19 @@ def localized(
         assert type_ is not None and made is not None
         args[position] = open_shape(type_, made, sizes)
     for key, letters in operator.rule.scaled.items():
-        parts = letter_parts(strategy, letters, sizes)
         # A default that was left out stays so.
         if isinstance(key, int) and key < len(args):
-            args[key] = _divide(args[key], parts)
+            args[key] = entries(args[key], letters, lambda n, c: _divide(n, letter_parts(strategy, c, sizes)))
         elif str(key) in kwargs:
-            kwargs[str(key)] = _divide(kwargs[str(key)], parts)
+            kwargs[str(key)] = entries(
+                kwargs[str(key)], letters, lambda n, c: _divide(n, letter_parts(strategy, c, sizes))
+            )
     return args, kwargs
 
 
 def _divide(value: Any, parts: int) -> Any:
     if parts == 1:
         return value
-    if isinstance(value, list | tuple):
-        return [_divide(v, parts) for v in value]
     assert isinstance(value, int)
     # Candidates divide every factor of a letter, and so its counts.
     assert value % parts == 0
