@@ -237,7 +237,7 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
 
 
 def require_same_graph(plan: Plan, program: Program) -> None:
-    """Refuse a plan of another graph.
+    """Refuse a plan of another graph, or one whose file has lost a parameter.
 
     Raises:
         PlanError: says so.
@@ -247,6 +247,9 @@ def require_same_graph(plan: Plan, program: Program) -> None:
             f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
             "the model, its configuration, the batch's shapes or torch differ; plan again"
         )
+    lost = [i.name for i in program.inputs if i.kind == "parameter" and i.name not in plan.parameters]
+    if lost:
+        raise PlanError(f"the plan says nothing of parameter {lost[0]!r}, which the model has; plan again")
 
 
 def plan(

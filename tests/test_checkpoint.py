@@ -19,6 +19,7 @@ from autopar import checkpoint
 from autopar.errors import AutoparError
 from autopar.parallelize import parallelize
 from autopar.runtime.checkpoint import folders
+from autopar.runtime.checkpoint.manifest import DIGEST, _digest
 
 
 def trained(steps: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -195,6 +196,31 @@ def test_a_damaged_manifest_is_an_error(tmp_path: Path) -> None:
     shard = next(folder.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(AutoparError, match="could not be read: rank 0"):
+        checkpoint.load(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("values", "optimizer"), None, "values.optimizer is None: expected a dict"),
+        (("values", "groups"), 3, "values.groups is 3: expected a dict"),
+        (("values", "model"), {"list": []}, r"values.model is \[\]: expected a dict"),
+        (("values", "alike"), 1.5, "values.alike is 1.5: expected a list"),
+        (("step",), float("inf"), "cannot convert float infinity to integer"),
+    ],
+)
+def test_a_manifest_that_somebody_has_written(tmp_path: Path, path: tuple[str, ...], value: Any, message: str) -> None:
+    """With a digest of its own."""
+    model, _ = trained(0)
+    file = checkpoint.save(tmp_path, model).folder / folders.MANIFEST
+    changed: dict[str, Any] = json.loads(file.read_text())
+    del changed[DIGEST]
+    holder = changed
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    file.write_text(json.dumps({**changed, DIGEST: _digest(changed)}))
+    with pytest.raises(ValueError, match=r"autopar\.json is damaged: .*" + message):
         checkpoint.load(tmp_path, model)
 
 

@@ -21,11 +21,20 @@ def local_shape_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -
 
 def dtensor_overloads() -> frozenset[str]:
     """Names of the operator overloads for which `torch.distributed.tensor` has a sharding rule."""
+    return frozenset(str(op) for table in tables_of_rules() for op in table)
+
+
+def tables_of_rules() -> list[Any]:
+    """By operator, of `torch.distributed.tensor`."""
     from torch.distributed.tensor import DTensor
 
     rules = DTensor._op_dispatcher.sharding_propagator
-    tables = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
-    return frozenset(str(op) for table in tables for op in getattr(rules, table, ()))
+    names = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
+    return [getattr(rules, name, ()) for name in names]
+
+
+def _has_rule(op: Any) -> bool:
+    return any(op in table for table in tables_of_rules())
 
 
 def reduce_found_inf_over_every_gradient() -> None:
@@ -212,9 +221,13 @@ def run_beyond_dtensor(
     propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
 
     def propagated(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
+        # Torch would find a rule by what it consists of, and run it on parts with the sizes of the whole.
+        if torch.is_inference_mode_enabled() and op._can_decompose() and not _has_rule(op):
+            return op.decompose(*args, **kwargs)
         plain = _plain_tensors((args, kwargs))
-        if any(t.numel() > 1 for t in plain):
-            compare(op, plain, info.compute_mesh)
+        read = read_of(op, plain, kwargs)
+        if any(t.numel() > 1 for t in read):
+            compare(op, read, info.compute_mesh)
         # Random ones that torch takes for pointwise, such as exponential_: each rank would draw its own part.
         draws = torch.Tag.nondeterministic_seeded in op.tags
         if draws or op.overloadpacket.__name__ in _WRONG or _is_loss(op):
@@ -247,7 +260,7 @@ def run_beyond_dtensor(
         dispatcher._custom_op_handlers[op] = lambda op, args, kwargs: run(op, args, kwargs)
 
     def on_whole(op: Any, args: Any, kwargs: Any) -> Any:
-        plain = _plain_tensors((args, kwargs))
+        plain = read_of(op, _plain_tensors((args, kwargs)), kwargs)
         if any(t.numel() > 1 for t in plain):
             compare(op, plain, next(t for t in tensors_in((args, kwargs)) if isinstance(t, DTensor)).device_mesh)
         return run(op, args, kwargs)
@@ -266,6 +279,12 @@ def _plain_tensors(value: Any) -> list[torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
     return [t for t in tensors_in(value) if not isinstance(t, DTensor)]
+
+
+def read_of(op: Any, tensors: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Without those that are ``out=`` of an operator: nothing is known of what is in them."""
+    outs = tensors_in([kwargs.get(a.name) for a in op._schema.arguments if a.is_out])
+    return [t for t in tensors if not any(t is out for out in outs)]
 
 
 def _without_empty(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
+from autopar._torch_compat.dtensor import tables_of_rules
 from autopar._torch_compat.operators import tensors_in
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -24,10 +26,75 @@ def handle_operators(operators: Iterable[Any], handler: Callable[[Any, Handler |
         table[op] = handler(op, table.get(op))
 
 
+_VIEWS = (
+    "_conj.default", "_neg_view.default", "alias.default", "as_strided.default", "detach.default", "diagonal.default",
+    "expand.default", "permute.default", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default",
+    "squeeze.default", "squeeze.dim", "squeeze.dims", "t.default", "transpose.int", "unbind.int", "unfold.default",
+    "unsqueeze.default", "view.default", "view.dtype", "view_as_complex.default", "view_as_real.default",
+)  # fmt: skip
+
+
+def view_under_inference() -> None:
+    """Let views of DTensors be made under ``torch.inference_mode``: an error of torch's, `Cannot set version_counter`.
+
+    A view of a tensor that was made outside of it is a tensor as outside; torch makes another kind of DTensor for it.
+    """
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    if not hasattr(dispatcher, "unwrap_to_op_info"):
+        return
+    named = [name.split(".") for name in _VIEWS]
+    views = [getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in named]
+    handle_operators(views, lambda op, own: _outside_inference(own or _by_torch))
+
+
+def _outside_inference(run: Handler) -> Handler:
+    def outside(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with normal_views(op, args):
+            return run(op, args, kwargs)
+
+    return outside
+
+
+@contextmanager
+def normal_views(op: Any, args: tuple[Any, ...]) -> Iterator[None]:
+    """While it lasts, tensors are made as outside of ``torch.inference_mode``, if the operator views such a one."""
+    if not torch.is_inference_mode_enabled() or not op._schema._is_view_op() or args[0].is_inference():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _by_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch's dispatcher does with an operator that no handler takes."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    found = dispatcher._propagate_op_sharding_dispatch_slow_path(op, args, kwargs, info, True)
+    if not hasattr(found, "output_spec"):
+        return found  # the result itself
+    info.output_sharding = found
+    return dispatcher.wrap(dispatcher._dispatch_get_local_results_slow_path(op, args, info), found.output_spec)
+
+
 def overloads_of(names: Iterable[str]) -> list[Any]:
     """The overloads of ATen's operators of these names."""
     packets = [getattr(torch.ops.aten, name) for name in names]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+def operators_with_rules() -> list[Any]:
+    """The overloads for which torch has a sharding rule, by which it may run them without asking any handler."""
+    return [op for table in tables_of_rules() for op in table]
+
+
+def written_tensors(op: Any) -> list[str]:
+    """Names of an operator's arguments that are ``out=``, if each is a tensor; else none."""
+    outs = [a for a in op._schema.arguments if a.is_out]
+    return [] if any(a.type.kind() != "TensorType" for a in outs) else [a.name for a in outs]
 
 
 def take_shape_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -54,6 +121,29 @@ def leave_trace(op: Any, arguments: Any) -> None:
     """
     if any(isinstance(getattr(t, "_local_tensor", t), FakeTensor) for t in tensors_in(arguments)):
         raise DataDependentOutputException(op)
+
+
+def assign_in_parametrizations() -> None:
+    """Let a plain tensor that is assigned to a parametrized weight be written to the DTensors that this is made of.
+
+    Torch swaps a DTensor with what it gets, and fails where that is a plain tensor, or other code holds the tensor.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.nn.utils import parametrize
+
+    own: Any = parametrize._maybe_set
+    if own.__module__ != parametrize.__name__:
+        return
+
+    def assigned(dest: torch.Tensor, src: torch.Tensor) -> None:
+        # One in another layout is taken as it is: what a parametrization leaves that is removed.
+        as_it_lies = not isinstance(src, DTensor) or src.placements == getattr(dest, "placements", None)
+        if isinstance(dest, DTensor) and dest.shape == src.shape and as_it_lies:
+            dest.copy_(src)
+        else:
+            own(dest, src)
+
+    parametrize._maybe_set = assigned
 
 
 def copy_parameters_alone() -> None:

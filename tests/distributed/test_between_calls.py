@@ -241,6 +241,11 @@ def by_other_weights(model: Any) -> None:
     torch.func.functional_call(model, weights, (x(0),))[0].backward()
 
 
+def by_plain_weights(model: Any) -> None:
+    model(x(0))
+    torch.func.functional_call(model, {"up.weight": torch.zeros(model.up.weight.shape)}, (x(0),))
+
+
 REFUSED: tuple[tuple[type[nn.Module], Callable[[Any], None], str], ...] = (
     (Carries, carried, "'last' is no parameter, and requires a gradient, which would be lost"),
     (Carries, derived, "'last' is no parameter, and requires a gradient, which would be lost"),
@@ -248,6 +253,7 @@ REFUSED: tuple[tuple[type[nn.Module], Callable[[Any], None], str], ...] = (
     (Banked, in_a_global, "it lies on the mesh, each rank has a part of it, and the model has it from a closure"),
     (Mlp, of_a_hook, "a gradient was asked through what the hook of up sees of the parallelized model"),
     (Mlp, by_other_weights, "a computed tensor in place of parameter 'up.weight', as under torch.func.functional_call"),
+    (Mlp, by_plain_weights, "or torch.func.functional_call with nn.Parameter(value); to replace or resize"),
 )
 
 

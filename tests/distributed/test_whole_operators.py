@@ -83,9 +83,30 @@ def factories(p: Any) -> None:
     torch.bernoulli(noise(*p.shape).sigmoid(), out=p.grad)
 
 
-CHANGES: tuple[Callable[[Any], None], ...] = (masks, views, scalars, draws, factories)
+def several(p: Any) -> None:
+    """Into tensors of the mesh, plain ones that hold anything, empty ones, and those of a plain argument."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    ranks = torch.arange(p.numel()).view(p.shape) + rank
+    torch.sort(p.detach(), 0, out=(p.grad, ranks))
+    torch.cummax(noise(*p.shape), 0, out=(extra := torch.empty_like(p), ranks))
+    most, places = torch.max(p.detach(), -1, out=(torch.empty(0, dtype=DOUBLE), torch.empty(0, dtype=torch.int64)))
+    least = torch.amin(p.detach(), 0, out=torch.full(p.shape[1:], float(rank), dtype=DOUBLE))
+    p.data += extra.detach() + (ranks + places.sum()) * most.sum() + least
+    torch.topk(noise(*p.shape), p.shape[0], 0, out=(p.grad, ranks))
+
+
+def inference(p: Any) -> None:
+    """Views of tensors that were made outside of inference mode are written to in it."""
+    with torch.inference_mode():
+        total = p.view(-1)[1:5].sum() + p.flatten()[2] + p.unflatten(0, (-1, 2))[1].sum() + p.t().reshape(-1)[-1]
+        p.grad.view(-1)[2:5].add_(total)
+        p.grad[0].mul_(p.unbind()[1].sum())
+        p.detach().unsqueeze(0).mul_(2)
+
+
+CHANGES: tuple[Callable[[Any], None], ...] = (masks, views, scalars, draws, factories, several, inference)
 if torch.__version__.startswith("2.11."):  # there `views` is an error: see the contract tests
-    CHANGES = (masks, scalars, draws, factories)
+    CHANGES = (masks, scalars, draws, factories, several)
 
 WEIGHT = torch.arange(1.0, 5.0, dtype=DOUBLE)
 LOSSES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (

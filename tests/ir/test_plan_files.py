@@ -80,6 +80,15 @@ def test_errors_name_the_field(data: dict[str, Any], tmp_path: Path) -> None:
             Plan.load(file)
 
 
+def test_a_plan_that_has_lost_a_parameter_is_refused() -> None:
+    batch: Any = (torch.ones(8, 8),)
+    told: dict[str, Any] = {"loss_fn": lambda o, _: o.square().mean()}
+    plan = autopar.plan(nn.Linear(8, 8), batch, cluster="h100", axes={"a": 2}, **told).to_dict()
+    del plan["parameters"]["bias"]
+    with pytest.raises(PlanError, match="the plan says nothing of parameter 'bias', which the model has; plan again"):
+        Plan.from_dict(plan).check(nn.Linear(8, 8), batch, **told)
+
+
 def test_what_a_file_says_is_a_claim(data: dict[str, Any]) -> None:
     plan = Plan.from_dict(data)
     assert plan.certificate.claimed

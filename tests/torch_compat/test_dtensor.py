@@ -174,6 +174,43 @@ def test_what_torch_does_not_handle_is_handled(fake_group: object) -> None:
         compat.leave_trace("op", [mode.from_tensor(torch.ones(2))])
 
 
+def test_what_is_assigned_to_a_parametrized_weight(fake_group: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch asks one function for it."""
+    install_whole_operators()
+    monkeypatch.setattr(nn.utils.parametrize, "_maybe_set", nn.utils.parametrize._maybe_set)
+    compat.assign_in_parametrizations()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()], run_check=False))
+    with torch.no_grad():
+        nn.utils.parametrize._maybe_set(parameter, torch.full((4, 2), 3.0))
+    assert parameter.to_local().sum() == 24
+
+
+def test_tensors_that_operators_are_given_to_write() -> None:
+    sort, stack = torch.ops.aten.sort.values, torch.ops.aten.stack.out
+    first, second = torch.ones(2), torch.ones(2)
+    assert compat.written_tensors(sort) == ["values", "indices"]
+    assert compat.written_tensors(torch.ops.aten._foreach_add.List_out) == []
+    assert len(compat.read_of(stack, [first, second], {"out": second})) == 1
+    assert torch.ops.aten.mul.Tensor in compat.operators_with_rules()
+
+
+def test_views_under_inference_mode(fake_group: object) -> None:
+    """Torch fails, or reads the sizes of a whole tensor as those of a part."""
+    install_whole_operators()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    split = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], run_check=False)
+    with torch.inference_mode():
+        with compat.normal_views(torch.ops.aten.view.default, (split,)):
+            assert not torch.is_inference_mode_enabled()
+        with compat.normal_views(torch.ops.aten.mul.Tensor, (split, 2)):
+            assert torch.is_inference_mode_enabled()
+        assert (split.view(-1).placements, split.unflatten(0, (4, -1)).shape) == ((Shard(0),), (4, 2, 2))
+        split.t().zero_()
+        assert (split * 2).view(-1).is_inference()
+    assert split.to_local().sum() == 0
+
+
 def test_copies_of_parameters_have_no_gradients(fake_group: object) -> None:
     own = DTensor.__deepcopy__
     compat.copy_parameters_alone()

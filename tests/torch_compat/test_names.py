@@ -7,7 +7,9 @@ from autopar import _torch_compat as compat
 
 def test_every_name_has_a_contract() -> None:
     tested = {
-        "copy_parameters_alone", "handle_operators", "leave_trace", "overloads_of", "take_shape_in_place",
+        "assign_in_parametrizations", "copy_parameters_alone", "handle_operators", "leave_trace", "normal_views",
+        "operators_with_rules", "overloads_of", "read_of", "take_shape_in_place", "view_under_inference",
+        "written_tensors",
         "BatchNorm", "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
         "StridedShard", "TensorMeta",
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "asks_subclasses",

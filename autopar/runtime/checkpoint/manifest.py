@@ -102,6 +102,28 @@ def _kinds(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
     return {n: [str(t.dtype).removeprefix("torch."), *map(int, t.shape)] for n, t in tensors.items()}
 
 
+_REQUIRED, _ALSO = {"model": dict, "stateful": dict, "extra": object}, {
+    "optimizer": dict, "groups": dict, "random_calls": int, "workers": int, "alike": list,
+}  # fmt: skip
+"""Values and their types; those of ``_ALSO`` may be absent."""
+
+
+def _require_kinds(plain: Mapping[str, Any]) -> None:
+    """Raise where a value is missing, or of another type: a digest says nothing of who wrote it."""
+    for name, kind in (_REQUIRED | _ALSO).items():
+        if name not in plain and name in _REQUIRED:
+            raise ValueError(f"values has no {name!r}")
+        if not isinstance(plain.get(name, kind()), kind):
+            raise ValueError(f"values.{name} is {plain[name]!r}: expected a {kind.__name__}")
+    for what in ("optimizer", "groups"):
+        for name, entries in plain.get(what, {}).items():
+            if not isinstance(entries, dict):
+                raise ValueError(f"values.{what}.{name} is {entries!r}: expected a dict")
+    strange = [n for n in plain.get("alike", ()) if not isinstance(n, str)]
+    if strange:
+        raise ValueError(f"values.alike has {strange[0]!r}: expected names of generators")
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What was saved.
@@ -138,8 +160,9 @@ class Manifest:
             plain = {n: values.loads(json.dumps(v), f"{n} in {file}") for n, v in found["values"].items()}
             tensors = {str(n): [str(dtype), *map(int, shape)] for n, (dtype, *shape) in found["tensors"].items()}
             names = tuple(map(str, found["generators"]))
+            _require_kinds(plain)
             return cls(file, int(found["step"]), int(found["world"]), names, tensors, plain)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
             raise ValueError(f"{file} is damaged: {type(e).__name__}: {e}") from None
 
     def check(self, own: Mapping[str, torch.Tensor], has_optimizer: bool, stateful: Mapping[str, Any]) -> None:

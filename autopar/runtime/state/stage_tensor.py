@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar._torch_compat import DTensorSpec, local_shape_of, redistributed, spec_in
+from autopar._torch_compat import DTensorSpec, local_shape_of, normal_views, redistributed, spec_in
 from autopar.ir.layout import At, Layout
 from autopar.runtime.agreement.control import during_any
 
@@ -72,7 +72,11 @@ class StageTensor(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operator that takes such a tensor."""
-        kwargs = kwargs or {}
+        with normal_views(func, args):
+            return cls._run(func, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, func: Any, args: Any, kwargs: Any) -> Any:
         # Norms and sums over all elements: empty shards add nothing, so DTensor's reduction over the mesh is right.
         if func in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar) and _is_full_norm(args, kwargs):
             return func(*_map(args, _padded_to_one), **kwargs)

@@ -15,7 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch_compat import convert_assigned, copy_parameters_alone, refuse_to_pickle_parts
+from autopar._torch_compat import (
+    assign_in_parametrizations,
+    convert_assigned,
+    copy_parameters_alone,
+    refuse_to_pickle_parts,
+)
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, TensorType, replicated
 from autopar.runtime.dtensor import (
@@ -98,6 +103,7 @@ def storage_of(parameter: torch.Tensor) -> ParameterStorage | None:
 def install_assignments() -> None:
     """Let ``.data`` and ``.grad`` of parameters on a mesh take whole tensors."""
     convert_assigned(_converted)
+    assign_in_parametrizations()
     refuse_to_pickle_parts(_unpicklable)
     copy_parameters_alone()
 
@@ -188,10 +194,13 @@ def refuse_foreign_parameters(
         if storage is None and ParameterStorage(*(own or whole), context).matches(parameter):
             set_storage(parameter, *(own or whole), context)
             continue
+        # These are taken, and get their gradients.
+        call = ", or torch.func.functional_call with nn.Parameter(value)"
+        other = "" if isinstance(parameter, nn.Parameter) else call
         kind = "as a plain tensor" if not isinstance(parameter, DTensor) else f"of shape {list(parameter.shape)}"
         raise AutoparError(
             f"parameter {name!r} was put into the model after parallelize(), {kind}, and is not stored as a parameter "
-            "of the mesh: to change values, use load_state_dict, load_full_state_dict or parameter.data = tensor; to "
-            "replace or resize parameters or modules, do it before parallelize(), or build the changed model anew, "
-            "parallelize() that, and load_full_state_dict() what full_state_dict() of this one gave"
+            "of the mesh: to change values, use load_state_dict, load_full_state_dict or parameter.data = tensor"
+            f"{other}; to replace or resize parameters or modules, do it before parallelize(), or build the changed "
+            "model anew, parallelize() that, and load_full_state_dict() what full_state_dict() of this one gave"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,11 +23,14 @@ from autopar._torch_compat import (
     asks_subclasses,
     leave_trace,
     map_tensors,
+    normal_views,
+    read_of,
     read_only,
     redistributed,
     run_beyond_dtensor,
     spec_in,
     tensors_in,
+    view_under_inference,
     written_by,
 )
 from autopar.errors import AutoparError, RankError
@@ -46,16 +50,18 @@ SAMPLES = 1024
 _compared: set[Any] = set()
 
 
+@cache  # handlers are put around those that are there
 def install_whole_operators() -> None:
     """Let operators without a rule compute on whole tensors, for this process; once, however often it is called."""
     run_beyond_dtensor(_on_whole_tensors, _compare)
     run_whole_by(_of_one_stage)
     install_written_operators(_on_whole_tensors)
+    view_under_inference()
 
 
 def _of_one_stage(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator on whole tensors of which one is of a stage: torch's dispatch does not see it."""
-    plain = [t for t in tensors_in((args, kwargs)) if not isinstance(t, DTensor)]
+    plain = read_of(op, [t for t in tensors_in((args, kwargs)) if not isinstance(t, DTensor)], kwargs)
     if any(t.numel() > 1 for t in plain):
         _compare(op, plain, _mesh_of(args, kwargs))
     return _on_whole_tensors(op, args, kwargs)
@@ -103,6 +109,11 @@ class WholeView(DTensor):
     ) -> Any:
         """Run an operator on the copy; what it writes goes to the tensor."""
         kwargs = kwargs or {}
+        with normal_views(func, args):
+            return cls._run(func, args, kwargs)
+
+    @classmethod
+    def _run(cls, func: Any, args: Any, kwargs: Any) -> Any:
         if torch.Tag.inplace_view in func.tags and isinstance(args[0], WholeView):
             raise shape_of_a_copy(func, args[0])
         views = {id(v): v for v in tensors_in((args, kwargs)) if isinstance(v, WholeView)}

@@ -1,7 +1,7 @@
 """Operators of users' code that write to a tensor of the mesh and torch runs wrongly, or not at all.
 
 In-place operators that change a shape: torch leaves the old shape to ``vector @ matrix``, which ends in a ``squeeze_``.
-``out=`` of a tensor of the mesh that is the only one; factories among them (``nn.init.eye_``) would give each rank's
+``out=`` beside a tensor of the mesh, or of one; factories among them (``nn.init.eye_``) would give each rank's
 part the size of the whole. ``as_strided``, by which ``fill_diagonal_`` writes.
 """
 
@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar._torch_compat import handle_operators, overloads_of, storage_id, take_shape_in_place
+from autopar._torch_compat import (
+    handle_operators,
+    operators_with_rules,
+    overloads_of,
+    storage_id,
+    take_shape_in_place,
+    written_tensors,
+)
 from autopar.errors import AutoparError
 from autopar.runtime.dtensor import full_tensor
 
@@ -22,12 +29,19 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _CHANGE_SHAPE = ("squeeze_", "t_", "transpose_", "unsqueeze_")
 
 _INTO = (
-    "abs", "add", "addcdiv", "addcmul", "addmm", "addmv", "baddbmm", "bmm", "cat", "ceil", "clamp", "clamp_max",
-    "clamp_min", "cos", "cumprod", "cumsum", "div", "erf", "erfinv", "exp", "floor", "gather", "index_select", "lerp",
-    "log", "log1p", "maximum", "mean", "minimum", "mm", "mul", "mv", "neg", "pow", "reciprocal", "round", "rsqrt",
-    "sigmoid", "sign", "sin", "sqrt", "stack", "sub", "sum", "tanh", "tril", "triu", "where",
+    "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "abs", "add", "addcdiv", "addcmul", "addmm",
+    "addmv", "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "atan2", "baddbmm", "bitwise_not", "bmm",
+    "bucketize", "cat", "ceil", "clamp", "clamp_max", "clamp_min", "cos", "cummax", "cummin", "cumprod", "cumsum",
+    "diagonal_copy", "div", "dot", "eq", "erf", "erfinv", "exp", "floor", "fmod", "frexp", "gather", "ge", "geqrf",
+    "gt", "histc", "histogram", "hypot", "index_add", "index_select", "isneginf", "isposinf", "kthvalue", "le", "lerp",
+    "linalg_cholesky_ex", "linalg_inv_ex", "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex", "linalg_pinv",
+    "linalg_qr", "linalg_vector_norm", "log", "log1p", "logcumsumexp", "logical_and", "logical_not", "logical_or",
+    "logsumexp", "lt", "masked_select", "max", "maximum", "mean", "median", "min", "minimum", "mm", "mode", "mul", "mv",
+    "nan_to_num", "nanmedian", "nansum", "ne", "neg", "nonzero", "norm", "pow", "prod", "reciprocal", "remainder",
+    "renorm", "round", "rsqrt", "scatter", "searchsorted", "sigmoid", "sign", "sin", "softmax", "sort", "sqrt",
+    "stack", "std", "sub", "sum", "take", "tanh", "topk", "tril", "triu", "var", "where",
 )  # fmt: skip
-"""What optimizers and scripts compute into a tensor of theirs."""
+"""What optimizers and scripts compute into a tensor of theirs; beside it, all that torch has a rule for."""
 
 _FACTORIES = (
     "arange", "bartlett_window", "bernoulli", "blackman_window", "empty", "eye", "full", "hamming_window",
@@ -43,7 +57,7 @@ def install_written_operators(run: Run) -> None:
     Args:
         run: an operator on whole tensors.
     """
-    into = [op for op in overloads_of(_INTO) if op._overloadname.endswith("out")]
+    into = [op for op in {*overloads_of(_INTO), *operators_with_rules()} if written_tensors(op)]
     handle_operators(into, lambda op, own: _into)
     factories = [op for op in overloads_of(_FACTORIES) if op._schema.arguments[-1].is_out]
     handle_operators(factories, lambda op, own: lambda op, args, kwargs: run(op, args, kwargs))
@@ -71,16 +85,33 @@ def _change_shape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _into(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.mul(a, b, out=c)``: the product, which is copied."""
-    out = kwargs["out"]
-    result = op.overloadpacket(*args, **{k: v for k, v in kwargs.items() if k != "out"})
-    if result.shape != out.shape:
+    """``torch.sort(p, out=(a, b))``: the results, which are copied; a plain tensor gets the whole of one."""
+    names = written_tensors(op)
+    given = [kwargs[name] for name in names]
+    made = op.overloadpacket(*args, **{k: v for k, v in kwargs.items() if k not in names})
+    results = [made] if isinstance(made, torch.Tensor) else list(made)
+    for out, result in zip(given, results, strict=True):
+        _require_out(op, out, result)
+    for out, result in zip(given, results, strict=True):
+        if not isinstance(out, DTensor) and out.shape != result.shape:
+            out.resize_(result.shape)
+        # Each rank's term of a minimum, say, is none of a sum.
+        apart = isinstance(result, DTensor) and any(p.is_partial() for p in result.placements)
+        out.copy_(result if isinstance(out, DTensor) and not apart else full_tensor(result))
+    return given[0] if len(given) == 1 else tuple(given)
+
+
+def _require_out(op: Any, out: torch.Tensor, result: torch.Tensor) -> None:
+    if isinstance(out, DTensor) and result.shape != out.shape:
         raise AutoparError(
             f"{op} is given a tensor of shape {list(out.shape)} for a result of shape {list(result.shape)}: leave out= "
             "away, or give a tensor of that shape"
         )
-    out.copy_(result if isinstance(out, DTensor) else full_tensor(result))
-    return out
+    if not torch.can_cast(result.dtype, out.dtype):
+        raise AutoparError(
+            f"{op} is given a tensor of {out.dtype} for a result of {result.dtype}: leave out= away, or give a tensor "
+            "of that dtype"
+        )
 
 
 def _strided_by(own: Run | None, run: Run) -> Run:
