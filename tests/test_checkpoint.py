@@ -212,7 +212,27 @@ def test_a_damaged_manifest_is_an_error(tmp_path: Path) -> None:
 def test_a_manifest_that_somebody_has_written(tmp_path: Path, path: tuple[str, ...], value: Any, message: str) -> None:
     """With a digest of its own."""
     model, _ = trained(0)
-    file = checkpoint.save(tmp_path, model).folder / folders.MANIFEST
+    change(checkpoint.save(tmp_path, model).folder / folders.MANIFEST, path, value)
+    with pytest.raises(ValueError, match=r"autopar\.json is damaged: .*" + message):
+        checkpoint.load(tmp_path, model)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_a_manifest_with_foreign_names(tmp_path: Path, kind: str) -> None:
+    model, optimizer = trained(0)
+    change(
+        checkpoint.save(tmp_path, model, optimizer).folder / folders.MANIFEST,
+        ("values", kind),
+        {"dict": [["foreign", {"dict": []}]]},
+    )
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(AutoparError, match=f"is of another model, optimizer or loop: this {kind} has no foreign"):
+        checkpoint.load(tmp_path, model, optimizer)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def change(file: Path, path: tuple[str, ...], value: Any) -> None:
+    """Change a manifest, which gets a digest of its own."""
     changed: dict[str, Any] = json.loads(file.read_text())
     del changed[DIGEST]
     holder = changed
@@ -220,8 +240,6 @@ def test_a_manifest_that_somebody_has_written(tmp_path: Path, path: tuple[str, .
         holder = holder[key]
     holder[path[-1]] = value
     file.write_text(json.dumps({**changed, DIGEST: _digest(changed)}))
-    with pytest.raises(ValueError, match=r"autopar\.json is damaged: .*" + message):
-        checkpoint.load(tmp_path, model)
 
 
 LOOP = """

@@ -270,7 +270,7 @@ def take_back(
     with session.together(what):
         state = tensors_of(model, optimizer)
         begun = _begun(state, known)
-        tensors, _ = taken_apart(state, _tied(model))
+        tensors, plain = taken_apart(state, _tied(model))
         outer = _outer_states(stateful)
     for name, own_state in outer.items():
         tensors |= {f"{STATEFUL}{name}.{key}": tensor for key, tensor in own_state["tensors"].items()}
@@ -278,7 +278,10 @@ def take_back(
     def check() -> None:
         for name in outer:
             stateful[name].require_settings(known.values["stateful"].get(name, {}))
-        known.check(tensors, optimizer is not None, stateful)
+        names = {"model": plain["model"]}
+        if optimizer is not None:
+            names["optimizer"] = state["optimizer"]["state"]
+        known.check(tensors, names, stateful)
 
     session.context.together(check, what)
     read(tensors)

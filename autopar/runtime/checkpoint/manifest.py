@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,12 +165,20 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
             raise ValueError(f"{file} is damaged: {type(e).__name__}: {e}") from None
 
-    def check(self, own: Mapping[str, torch.Tensor], has_optimizer: bool, stateful: Mapping[str, Any]) -> None:
+    def check(
+        self, own: Mapping[str, torch.Tensor], plain: Mapping[str, Collection[str]], stateful: Mapping[str, Any]
+    ) -> None:
         """Compare names, dtypes and shapes with those of a model, before anything is read into it.
+
+        Args:
+            own: tensors of model, optimizer and further objects.
+            plain: names of what else the ``model`` has, and of what the ``optimizer`` has a state of, if there is one.
+            stateful: further objects, by name.
 
         Raises:
             AutoparError: they differ; names the first.
         """
+        has_optimizer = "optimizer" in plain
         saved = {n: v for n, v in self.tensors.items() if has_optimizer or not n.startswith(OPTIMIZER)}
         # As other objects that are not asked for.
         saved = {n: v for n, v in saved.items() if not n.startswith(STATEFUL) or n.split(".")[1] in stateful}
@@ -180,6 +188,8 @@ class Manifest:
         wrong = [f"it has no {n}" for n in described if n not in saved]
         wrong += [f"this model has no {n}" for n in saved if n not in described]
         wrong += [f"{n} is {saved[n]} there and {d} here" for n, d in described.items() if saved.get(n, d) != d]
+        for kind, names in plain.items():
+            wrong += [f"this {kind} has no {n}" for n in self.values.get(kind, {}) if n not in names]
         wrong += [f"it has no {n}=" for n in stateful if n not in self.values["stateful"]]
         if wrong:
             more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
