@@ -202,10 +202,10 @@ def test_a_damaged_manifest_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("values", "optimizer"), None, "values.optimizer is None: expected a dict"),
-        (("values", "groups"), 3, "values.groups is 3: expected a dict"),
-        (("values", "model"), {"list": []}, r"values.model is \[\]: expected a dict"),
-        (("values", "alike"), 1.5, "values.alike is 1.5: expected a list"),
+        (("values", "optimizer"), None, r"values: Expected `object`, got `null` - at `\$.optimizer`"),
+        (("values", "groups"), 3, r"values: Expected `object`, got `int` - at `\$.groups`"),
+        (("values", "model"), {"list": []}, r"values: Expected `object`, got `array` - at `\$.model`"),
+        (("values", "alike"), 1.5, r"values: Expected `array`, got `float` - at `\$.alike`"),
         (("step",), float("inf"), "cannot convert float infinity to integer"),
     ],
 )

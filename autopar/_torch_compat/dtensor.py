@@ -21,20 +21,15 @@ def local_shape_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -
 
 def dtensor_overloads() -> frozenset[str]:
     """Names of the operator overloads for which `torch.distributed.tensor` has a sharding rule."""
-    return frozenset(str(op) for table in tables_of_rules() for op in table)
+    return frozenset(str(op) for table in _tables_of_rules() for op in table)
 
 
-def tables_of_rules() -> list[Any]:
-    """By operator, of `torch.distributed.tensor`."""
+def _tables_of_rules() -> list[Any]:
     from torch.distributed.tensor import DTensor
 
     rules = DTensor._op_dispatcher.sharding_propagator
     names = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
     return [getattr(rules, name, ()) for name in names]
-
-
-def _has_rule(op: Any) -> bool:
-    return any(op in table for table in tables_of_rules())
 
 
 def reduce_found_inf_over_every_gradient() -> None:
@@ -222,7 +217,7 @@ def run_beyond_dtensor(
 
     def propagated(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
         # Torch would find a rule by what it consists of, and run it on parts with the sizes of the whole.
-        if torch.is_inference_mode_enabled() and op._can_decompose() and not _has_rule(op):
+        if torch.is_inference_mode_enabled() and op._can_decompose() and not any(op in t for t in _tables_of_rules()):
             return op.decompose(*args, **kwargs)
         plain = _plain_tensors((args, kwargs))
         read = read_of(op, plain, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
-from autopar._torch_compat.dtensor import tables_of_rules
-from autopar._torch_compat.operators import tensors_in
+from autopar._torch_compat.operators import operators_where, tensors_in
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """From an operator, its arguments and its keyword arguments, some of them DTensors, to its result."""
@@ -26,27 +26,46 @@ def handle_operators(operators: Iterable[Any], handler: Callable[[Any, Handler |
         table[op] = handler(op, table.get(op))
 
 
-_VIEWS = (
-    "_conj.default", "_neg_view.default", "alias.default", "as_strided.default", "detach.default", "diagonal.default",
-    "expand.default", "permute.default", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default",
-    "squeeze.default", "squeeze.dim", "squeeze.dims", "t.default", "transpose.int", "unbind.int", "unfold.default",
-    "unsqueeze.default", "view.default", "view.dtype", "view_as_complex.default", "view_as_real.default",
-)  # fmt: skip
-
-
 def view_under_inference() -> None:
     """Let views of DTensors be made under ``torch.inference_mode``: an error of torch's, `Cannot set version_counter`.
 
     A view of a tensor that was made outside of it is a tensor as outside; torch makes another kind of DTensor for it.
+    Handlers take five times as long as torch's dispatch, so that they are there while some thread is in that mode.
     """
     from torch.distributed.tensor import DTensor
 
     dispatcher: Any = DTensor._op_dispatcher
     if not hasattr(dispatcher, "unwrap_to_op_info"):
         return
-    named = [name.split(".") for name in _VIEWS]
-    views = [getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in named]
-    handle_operators(views, lambda op, own: _outside_inference(own or _by_torch))
+    table: dict[Any, Any] = dispatcher._custom_op_handlers
+    # Others are made of these.
+    views = [op for op in operators_where(_views_a_tensor) if not op._can_decompose()]
+    lock, modes, own = threading.Lock(), set[int](), dict[Any, Any]()
+    enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
+
+    def entered(mode: Any) -> None:
+        enter(mode)
+        with lock:
+            if mode.mode and not modes:
+                own.update({op: table[op] for op in views if op in table})
+                handle_operators(views, lambda op, known: _outside_inference(known or _by_torch))
+            modes.update([id(mode)] if mode.mode else [])
+
+    def left(mode: Any, *error: Any) -> None:
+        leave(mode, *error)
+        with lock:
+            if id(mode) in modes:
+                modes.remove(id(mode))
+                for op in views if not modes else ():
+                    del table[op]
+                table.update({} if modes else own)
+
+    kind: Any = torch.inference_mode
+    kind.__enter__, kind.__exit__ = entered, left
+
+
+def _views_a_tensor(schema: Any) -> bool:
+    return bool(schema._is_view_op()) and schema.arguments[0].type.kind() == "TensorType"
 
 
 def _outside_inference(run: Handler) -> Handler:
@@ -84,11 +103,6 @@ def overloads_of(names: Iterable[str]) -> list[Any]:
     """The overloads of ATen's operators of these names."""
     packets = [getattr(torch.ops.aten, name) for name in names]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-
-
-def operators_with_rules() -> list[Any]:
-    """The overloads for which torch has a sharding rule, by which it may run them without asking any handler."""
-    return [op for table in tables_of_rules() for op in table]
 
 
 def written_tensors(op: Any) -> list[str]:

@@ -109,7 +109,7 @@ def capture(
 
 
 LONGEST_WAIT = 1800.0
-"""Seconds that a capture waits for the one of another thread: GPT-2's takes some ten."""
+"""Seconds that a capture waits for the one of another thread."""
 
 _CAPTURING = threading.RLock()
 

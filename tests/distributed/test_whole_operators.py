@@ -93,6 +93,8 @@ def several(p: Any) -> None:
     least = torch.amin(p.detach(), 0, out=torch.full(p.shape[1:], float(rank), dtype=DOUBLE))
     p.data += extra.detach() + (ranks + places.sum()) * most.sum() + least
     torch.topk(noise(*p.shape), p.shape[0], 0, out=(p.grad, ranks))
+    torch.logaddexp(noise(*p.shape), noise(*p.shape), out=extra)
+    p.data += extra.detach()
 
 
 def inference(p: Any) -> None:

@@ -78,17 +78,19 @@ class Residual(nn.Module):
 
 
 class Image(nn.Module):
-    """Convolutions of two dims, one of them with another padding at the end."""
+    """Convolutions of two dims, one of them with another padding at the end, and what a U-Net has between them."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.depthwise = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 5, padding=2, groups=4)
         self.down, self.out = nn.Conv2d(4, 4, 3, 2), nn.Conv2d(4, 2, 3, padding="same")
+        self.norm = nn.GroupNorm(2, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.depthwise(F.relu(self.first(x)))
-        return self.out(self.down(F.pad(x, (0, 1, 0, 1)))).square().mean()
+        x = self.depthwise(F.relu(self.norm(self.first(x))))
+        x = F.interpolate(self.down(F.pad(x, (0, 1, 0, 1))), scale_factor=2)
+        return self.out(x).square().mean()
 
 
 class Selective(nn.Module):

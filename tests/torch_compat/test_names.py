@@ -8,7 +8,7 @@ from autopar import _torch_compat as compat
 def test_every_name_has_a_contract() -> None:
     tested = {
         "assign_in_parametrizations", "copy_parameters_alone", "handle_operators", "leave_trace", "normal_views",
-        "operators_with_rules", "overloads_of", "read_of", "take_shape_in_place", "view_under_inference",
+        "operators_where", "overloads_of", "read_of", "take_shape_in_place", "view_under_inference",
         "written_tensors",
         "BatchNorm", "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
         "StridedShard", "TensorMeta",

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
+import msgspec
 import torch
 
 from autopar.errors import AutoparError
@@ -102,26 +103,17 @@ def _kinds(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
     return {n: [str(t.dtype).removeprefix("torch."), *map(int, t.shape)] for n, t in tensors.items()}
 
 
-_REQUIRED, _ALSO = {"model": dict, "stateful": dict, "extra": object}, {
-    "optimizer": dict, "groups": dict, "random_calls": int, "workers": int, "alike": list,
-}  # fmt: skip
-"""Values and their types; those of ``_ALSO`` may be absent."""
+class _Values(TypedDict):
+    """Of which types values are, which a digest says nothing of."""
 
-
-def _require_kinds(plain: Mapping[str, Any]) -> None:
-    """Raise where a value is missing, or of another type: a digest says nothing of who wrote it."""
-    for name, kind in (_REQUIRED | _ALSO).items():
-        if name not in plain and name in _REQUIRED:
-            raise ValueError(f"values has no {name!r}")
-        if not isinstance(plain.get(name, kind()), kind):
-            raise ValueError(f"values.{name} is {plain[name]!r}: expected a {kind.__name__}")
-    for what in ("optimizer", "groups"):
-        for name, entries in plain.get(what, {}).items():
-            if not isinstance(entries, dict):
-                raise ValueError(f"values.{what}.{name} is {entries!r}: expected a dict")
-    strange = [n for n in plain.get("alike", ()) if not isinstance(n, str)]
-    if strange:
-        raise ValueError(f"values.alike has {strange[0]!r}: expected names of generators")
+    model: dict[str, Any]
+    stateful: dict[str, Any]
+    extra: Any
+    optimizer: NotRequired[dict[str, dict[str, Any]]]
+    groups: NotRequired[dict[Any, dict[str, Any]]]
+    random_calls: NotRequired[int]
+    workers: NotRequired[int]
+    alike: NotRequired[list[str]]
 
 
 @dataclass(frozen=True)
@@ -160,7 +152,10 @@ class Manifest:
             plain = {n: values.loads(json.dumps(v), f"{n} in {file}") for n, v in found["values"].items()}
             tensors = {str(n): [str(dtype), *map(int, shape)] for n, (dtype, *shape) in found["tensors"].items()}
             names = tuple(map(str, found["generators"]))
-            _require_kinds(plain)
+            try:
+                msgspec.convert(plain, _Values)
+            except msgspec.ValidationError as e:
+                raise ValueError(f"values: {e}") from None
             return cls(file, int(found["step"]), int(found["world"]), names, tensors, plain)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
             raise ValueError(f"{file} is damaged: {type(e).__name__}: {e}") from None

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch_compat import (
     handle_operators,
-    operators_with_rules,
+    operators_where,
     overloads_of,
     storage_id,
     take_shape_in_place,
@@ -28,28 +28,6 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _CHANGE_SHAPE = ("squeeze_", "t_", "transpose_", "unsqueeze_")
 
-_INTO = (
-    "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "abs", "add", "addcdiv", "addcmul", "addmm",
-    "addmv", "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "atan2", "baddbmm", "bitwise_not", "bmm",
-    "bucketize", "cat", "ceil", "clamp", "clamp_max", "clamp_min", "cos", "cummax", "cummin", "cumprod", "cumsum",
-    "diagonal_copy", "div", "dot", "eq", "erf", "erfinv", "exp", "floor", "fmod", "frexp", "gather", "ge", "geqrf",
-    "gt", "histc", "histogram", "hypot", "index_add", "index_select", "isneginf", "isposinf", "kthvalue", "le", "lerp",
-    "linalg_cholesky_ex", "linalg_inv_ex", "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex", "linalg_pinv",
-    "linalg_qr", "linalg_vector_norm", "log", "log1p", "logcumsumexp", "logical_and", "logical_not", "logical_or",
-    "logsumexp", "lt", "masked_select", "max", "maximum", "mean", "median", "min", "minimum", "mm", "mode", "mul", "mv",
-    "nan_to_num", "nanmedian", "nansum", "ne", "neg", "nonzero", "norm", "pow", "prod", "reciprocal", "remainder",
-    "renorm", "round", "rsqrt", "scatter", "searchsorted", "sigmoid", "sign", "sin", "softmax", "sort", "sqrt",
-    "stack", "std", "sub", "sum", "take", "tanh", "topk", "tril", "triu", "var", "where",
-)  # fmt: skip
-"""What optimizers and scripts compute into a tensor of theirs; beside it, all that torch has a rule for."""
-
-_FACTORIES = (
-    "arange", "bartlett_window", "bernoulli", "blackman_window", "empty", "eye", "full", "hamming_window",
-    "hann_window", "kaiser_window", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
-    "range", "zeros",
-)  # fmt: skip
-"""What makes a tensor of sizes, or draws it; torch would resize a rank's part to them."""
-
 
 def install_written_operators(run: Run) -> None:
     """Let tensors of the mesh be written to by the operators of this module, for this process.
@@ -57,12 +35,16 @@ def install_written_operators(run: Run) -> None:
     Args:
         run: an operator on whole tensors.
     """
-    into = [op for op in {*overloads_of(_INTO), *operators_with_rules()} if written_tensors(op)]
-    handle_operators(into, lambda op, own: _into)
-    factories = [op for op in overloads_of(_FACTORIES) if op._schema.arguments[-1].is_out]
-    handle_operators(factories, lambda op, own: lambda op, args, kwargs: run(op, args, kwargs))
+    writing = [op for op in operators_where(lambda s: any(a.is_out for a in s.arguments)) if written_tensors(op)]
+    handle_operators(writing, lambda op, own: run if _makes(op) else _into)
     handle_operators(overloads_of(_CHANGE_SHAPE), lambda op, own: _change_shape)
     handle_operators([torch.ops.aten.as_strided.default], lambda op, own: _strided_by(own, run))
+
+
+def _makes(op: Any) -> bool:
+    """Whether an operator makes a tensor of sizes, or draws it: torch would resize a rank's part to them."""
+    read = [a for a in op._schema.arguments if not a.is_out and "Tensor" in str(a.type)]
+    return not read or torch.Tag.nondeterministic_seeded in op.tags
 
 
 def shape_of_a_copy(op: Any, view: torch.Tensor) -> AutoparError:
