@@ -261,3 +261,34 @@ def test_a_dead_worker_ends_the_others() -> None:
         assert all(said.startswith("RankError") and "rank 3 died" in said for said in found), found
     finally:
         ranks.close()
+
+
+def scaled(rank: int) -> tuple[float, int]:
+    """A scaled gradient of one worker is infinite in step 1: it is left out, and nobody waits for that worker."""
+    model, optimizer, stale = made("SGD", staleness=0)
+    plain, lr = mlp(), rate("SGD", 0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        loss = model(**rows(rank, step))["loss"] * (torch.inf if (step, rank) == (1, 2) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        plain.zero_grad()
+        for worker in range(WORKERS):
+            if (step, worker) != (1, 2):
+                plain(**rows(worker, step))["loss"].backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= lr * p.grad
+    stale.synchronize()
+    steps = stale.steps
+    stale.detach()
+    found = model.full_state_dict()
+    return max(float((found[n] - p.detach()).abs().max()) for n, p in plain.named_parameters()), steps
+
+
+def test_a_scaled_gradient_that_is_infinite_is_left_out(ranks: Ranks) -> None:
+    for error, steps in ranks.run(scaled):
+        assert error < 1e-12 and steps == 3

@@ -134,5 +134,5 @@ def test_axes_of_the_pin() -> None:
 )
 def test_copies_that_would_save_no_gather(program: Program, axes: dict[str, int], given: dict[str, object]) -> None:
     search = autopar.Search(**given, pins={"secondary": "gpu"})  # type: ignore[arg-type]
-    with pytest.raises(InfeasibleError, match="gathers no parameter along another axis, .* role 'shard'"):
+    with pytest.raises(InfeasibleError, match="the plan gathers no parameter along another axis"):
         solve(program, axes, "h100", search=search)

@@ -46,10 +46,7 @@ class WorkerExchange(OptimizerSteps):
         self._workers: Workers = workers
 
     def _leaves_out(self, notes: Sequence[str]) -> bool:
-        """Whether a fused optimizer's step changes nothing, on all workers: a scaled gradient is not finite on one.
-
-        Of other optimizers GradScaler does not call the step.
-        """
+        """Whether the optimizer's step changes nothing, on all workers: a scaled gradient is not finite on one."""
         found = getattr(self.optimizer, "found_inf", None)
         if found is None or not any(notes):
             return False
