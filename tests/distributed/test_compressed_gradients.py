@@ -191,6 +191,10 @@ def wrong(rank: int) -> None:
     optimizer.param_groups[0]["lr"] = 0.1 + rank // 2
     with pytest.raises(RankError, match="options of the optimizer of compressed gradients differ: rank 2 has"):
         optimizer.step()
+    if rank // 2:
+        model.up.bias.grad = None
+    with pytest.raises(RankError, match=r"have gradients in step 1 .* differ: rank 2 has all but 'up\.bias', rank 0"):
+        optimizer.step()
     compressed.detach()
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="all parameters of the model are frozen"):

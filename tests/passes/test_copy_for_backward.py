@@ -105,8 +105,9 @@ def test_copies_are_made_once(program: Program) -> None:
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
-        ({"secondary": []}, "pin 'secondary' must be an axis or a list of axes, got"),
-        ({"secondary": 2}, "pin 'secondary' must be an axis or a list of axes, got 2"),
+        ({"secondary": []}, "pin 'secondary' must be an axis or a list of axes, each once, got"),
+        ({"secondary": ["gpu", "gpu"]}, "pin 'secondary' must be an axis or a list of axes, each once, got"),
+        ({"secondary": 2}, "pin 'secondary' must be an axis or a list of axes, each once, got 2"),
         ({"secondary": "gpu", "stages": 2}, "pin 'secondary' is not for pipelines: leave it or 'stages' out"),
     ],
 )

@@ -325,6 +325,8 @@ class StaleGradients(WorkerExchange):
         """
         name = first_infinite(gradients)
         if name:
+            # Others wait for this worker's gradient.
+            self._broken_off(f"whose gradient of {name!r} is not finite")
             raise RankError(
                 f"the gradient of {name!r} on rank {dist.get_rank()} is not finite in step {self.steps + 1} of "
                 f"{self.what}: owners would take it, and all workers have it; find what made it so, clip before the "
