@@ -180,6 +180,10 @@ def wrong(rank: int) -> None:
         autopar.CompressedGradients(model, torch.optim.Adam(model.parameters(), amsgrad=True), **CASES["onebit"])
     with pytest.raises(AutoparError, match=r"optimizer\.step\(closure\) computes gradients within the step"):
         optimizer.step(lambda: 0.0)
+    with pytest.raises(AutoparError, match="has no 'frozen', and is no state of compressed gradients"):
+        compressed.load_state_dict({"settings": str(compressed.settings), "steps": 1})
+    with pytest.raises(AutoparError, match=r"what is loaded has no error of 'up\.weight'"):
+        compressed.load_state_dict({"settings": str(compressed.settings), "steps": 1, "frozen": {}})
     # Whose error it is: on every rank the same.
     model(**mlp_batch(0))["loss"].backward()
     if rank == 1:

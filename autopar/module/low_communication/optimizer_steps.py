@@ -28,10 +28,12 @@ class OptimizerSteps(ABC):
 
     Attributes:
         what: is done, in words for messages.
+        saved: what its state has, beside settings and tensors.
         bytes_sent: by this rank since this was made, as a ring sends them.
     """
 
     what: ClassVar[str]
+    saved: ClassVar[tuple[str, ...]]
 
     def __init__(self, model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
         """Check that the two can be followed.
@@ -201,6 +203,12 @@ class OptimizerSteps(ABC):
         own, other = str(self._settings()), saved.get("settings", "none")
         if own != other:
             raise AutoparError(f"these {self.what} have {own}, and what is loaded has {other}; make them with the same")
+        lacking = [key for key in self.saved if key not in saved]
+        if lacking:
+            raise AutoparError(
+                f"what is loaded has no {lacking[0]!r}, and is no state of {self.what}; load what "
+                f"{type(self).__name__} gave or saved, or make new ones after loading the parameters"
+            )
 
     @abstractmethod
     def _settings(self) -> Any: ...

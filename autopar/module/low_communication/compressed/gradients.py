@@ -49,6 +49,7 @@ class CompressedGradients(WorkerExchange):
     """
 
     role, what = "compressed", "compressed gradients"
+    saved = ("steps", "frozen")
 
     def __init__(
         self,

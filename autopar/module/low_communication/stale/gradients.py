@@ -56,6 +56,7 @@ class StaleGradients(WorkerExchange):
     """
 
     role, what = "stale", "stale gradients"
+    saved = ("steps", "version", "clocks", "read", "begun", "counts")
 
     def __init__(
         self,
