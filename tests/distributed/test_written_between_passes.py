@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import gelu
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import Mlp, slow_devices
@@ -52,6 +53,48 @@ def outcomes(rank: int) -> tuple[list[str], set[str]]:
             elif not all(torch.allclose(*pair) for pair in zip(found, gradients, strict=True)):
                 wrong.append(f"{recipe} {name}: other gradients")
     return wrong, refused
+
+
+class Shifted(torch.nn.Module):
+    """Compiled, what is shifted is recomputed from the shift, which eager mode does not read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.shift = torch.nn.Linear(16, 16), torch.nn.Parameter(torch.linspace(0.1, 1, 16))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.up(x)
+        return {"loss": (gelu(h + self.shift) * gelu(h) - y).square().mean()}
+
+
+def compiled_outcomes(rank: int) -> list[str]:
+    """What became of writes to a shift, by recipe: an error that names it, or gradients."""
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    torch.manual_seed(0)
+    plain, said = Shifted().double(), []
+    batch = {key: torch.randn(8, 16, dtype=torch.float64) for key in "xy"}
+    for recipe in ("ddp", "fsdp"):
+        given = Shifted().double()
+        given.load_state_dict(plain.state_dict())
+        model = parallelize(
+            given, mesh_of(4), batch, cluster=slow_devices(), search=Search(recipe=recipe), timeout=WAIT,
+            compile=lambda graph, values: graph.forward,
+        )  # fmt: skip
+        found, gradients = outcome(model, "shift", batch), outcome(plain, "", batch)
+        same = not isinstance(found, str) and all(torch.allclose(*p) for p in zip(found, gradients, strict=True))
+        said.append("gradients" if same else found if isinstance(found, str) else "other gradients")
+    return said
+
+
+def test_a_parameter_that_compiled_graphs_read_again(ranks: Ranks) -> None:
+    for said in ranks.run(compiled_outcomes):
+        assert set(said) <= {
+            "gradients",
+            "one of the variables needed for gradient computation has been modified by an inplace operation",
+        }
+        assert said[0] != "gradients"  # it is read again
 
 
 def test_a_parameter_that_is_written_between_the_passes(ranks: Ranks) -> None:
