@@ -36,7 +36,7 @@ def recompute_cheap(graphs: ForwardBackward) -> ForwardBackward:
     if graphs.backward is None:
         return graphs
     nodes = {n.name: n for n in graphs.forward.graph.nodes}
-    parameters = _parameters(graphs)  # to their names
+    parameters = _parameters(graphs)
     saved = {nodes[name] for name in graphs.saved}
     # In the order of the graph: what a value is computed from has been decided before it.
     again: dict[fx.Node, None] = {}
@@ -55,12 +55,12 @@ def recompute_cheap(graphs: ForwardBackward) -> ForwardBackward:
     names = tuple(n.name for n in (*kept, *taken))
     positions = frozenset(i for i, name in enumerate(names) if name in overwritten)
     # Eager mode would not notice that a script writes to one of these before the backward pass: here that is an error.
-    reread = tuple(dict.fromkeys([*graphs.reread, *(parameters[p] for p in taken)]))
+    reread = tuple(dict.fromkeys([*graphs.reread, *(("parameter", parameters[p]) for p in taken)]))
     return replace(graphs, forward=forward, backward=backward, saved=names, overwritten=positions, reread=reread)
 
 
 def _parameters(graphs: ForwardBackward) -> dict[fx.Node, str]:
-    """Placeholders of parameters, whose memory is in use anyhow; not of those that the step writes."""
+    """Names of parameters by placeholder, whose memory is in use anyhow; not of those that the step writes."""
     placeholders = [n for n in graphs.forward.graph.nodes if n.op == "placeholder"]
     written = {(o.kind, o.name) for o in graphs.outputs}
     described = zip(placeholders, graphs.inputs, strict=True)
