@@ -80,7 +80,7 @@ def cut(program: Program) -> ForwardBackward:
     written = {(o.kind, o.name) for o in outputs}
     written |= {("buffer", name) for name in history_names(o.name for o in program.outputs if o.kind == RECORDED)}
     overwritten_inputs = {n.name for n, i in described if (i.kind, i.name) in written}
-    memory = [_memory_of(n).name for n in kept]
+    memory = [memory_of(n).name for n in kept]
     overwritten = frozenset(i for i, name in enumerate(memory) if name in overwritten_inputs)
     gradients = program.outputs[program.forward_outputs :]
     again = {*memory} - overwritten_inputs
@@ -88,7 +88,7 @@ def cut(program: Program) -> ForwardBackward:
     return ForwardBackward(forward, backward, inputs, outputs, saved, used_tangents, gradients, overwritten, reread)
 
 
-def _memory_of(node: fx.Node) -> fx.Node:
+def memory_of(node: fx.Node) -> fx.Node:
     """The node in whose memory a value is: views of a parameter change as that is written."""
     while is_view(node):
         node = node.all_input_nodes[0]
