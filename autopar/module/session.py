@@ -176,7 +176,7 @@ class Session:
         with self.context.during(f"the batch of {name}"):
             batch = part_of_rank(self, found, request, tensors, buffers)
         passed = input_forms(tensors, request.differentiable, self.options.inputs)
-        call = Call(step, buffers, batch, self.deferred, name, passed)
+        call = Call(step, buffers, batch, tensors, self.deferred, name, passed)
         with self._random_numbers(found):
             results = run(call, [named[n] for n in step.parameters], [tensors[int(i)] for i in passed])
         for meter in self.meters if step.trains else ():

@@ -22,6 +22,21 @@ class Config:
         self.rate, self.deep = 0.1, [1.0]
 
 
+def scorer(power: float, shift: float) -> Any:
+    """A function with cells and defaults of both kinds; ``shift`` is a cell that may be emptied."""
+
+    def score(x: Any, by: float = 1.0, *, base: float = 2.0) -> Any:
+        nonlocal shift
+        return base * x**power * by + shift
+
+    def forget() -> None:
+        nonlocal shift
+        del shift
+
+    score.forget = forget  # type: ignore[attr-defined]
+    return score
+
+
 class Net(nn.Module):
     """With something of every kind."""
 
@@ -31,6 +46,7 @@ class Net(nn.Module):
         self.scale, self.sizes, self.table = 2.0, [1, 2], {"x": 1}
         self.names, self.config = {"a"}, Config()
         self.mask = torch.ones(4)
+        self.score = scorer(2.0, 1.0)
 
 
 def taken(model: nn.Module) -> Inventory:
@@ -102,6 +118,14 @@ IN_PLACE: dict[str, Callable[[Any], Any]] = {
     "an object": lambda m: setattr(m.config, "rate", 0.2),
     "deep inside": lambda m: m.config.deep.append(2.0),
     "an object's attributes as a whole": lambda m: setattr(m.config, "__dict__", {"rate": 0.3, "deep": m.config.deep}),
+    "a cell of a function": lambda m: setattr(m.score.__closure__[0], "cell_contents", 3.0),
+    "an emptied cell of a function": lambda m: m.score.forget(),
+    "defaults of a function": lambda m: setattr(m.score, "__defaults__", (4.0,)),
+    "a named default of a function": lambda m: m.score.__kwdefaults__.update(base=5.0),
+    "another named default": lambda m: setattr(m.score, "__kwdefaults__", {"by": 2.0}),
+    "the code of a function": lambda m: setattr(
+        m.score, "__code__", scorer(0, 0).forget.__code__.replace(co_freevars=m.score.__code__.co_freevars)
+    ),
     "the shape of a buffer": lambda m: setattr(m.b.running_mean, "data", torch.ones(5)),
 }
 

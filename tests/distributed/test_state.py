@@ -52,6 +52,23 @@ def train(rank: int, shape: tuple[int, ...], seed: int | None) -> tuple[float, l
     return largest(apart), [model.inner.calls, model.inner.average == plain.inner.average]
 
 
+def copies(rank: int, seed: int) -> float:
+    """The largest difference of results, gradients and buffers from those of one device."""
+    from tests.runtime.step.test_copies_of_state import Copies, outcome
+
+    plain = Copies().double()
+    given, batch = copy.deepcopy(plain), (torch.randn(4, 4).double(),)
+    search = Search(recipe="random", seed=seed)
+    model = parallelize(given, mesh_of(2), batch, search=search, cluster=slow_devices(), timeout=WAIT)
+    pairs = zip(outcome(model, given), outcome(plain, plain), strict=True)
+    return largest([float((a - b).detach().abs().max()) for a, b in pairs])
+
+
+def test_copies_of_buffers_that_are_written_later(two_ranks: Ranks) -> None:
+    for seed in (1, 2):
+        assert max(two_ranks.run(copies, seed)) < TOLERANCE
+
+
 def test_on_two_ranks(two_ranks: Ranks) -> None:
     for error, rest in two_ranks.run(train, (2,), 1):
         assert error < TOLERANCE

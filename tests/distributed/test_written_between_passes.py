@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import gelu
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import Mlp, slow_devices
@@ -21,11 +22,11 @@ def outcome(model: Any, name: str, batch: dict[str, torch.Tensor]) -> list[torch
     loss = model(**batch)["loss"]
     with torch.no_grad():
         if name:
-            model.get_parameter(name).mul_(0.5)
+            (batch[name] if name in batch else model.get_parameter(name)).mul_(0.5)
     try:
         loss.backward()
     except RuntimeError as e:
-        assert name in str(e) or not hasattr(model, "plan")
+        assert ("batch tensor 0" if name == "x" else name) in str(e) or not hasattr(model, "plan")
         return str(e).split(":", maxsplit=1)[0].removesuffix(" ")
     return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
 
@@ -52,6 +53,55 @@ def outcomes(rank: int) -> tuple[list[str], set[str]]:
             elif not all(torch.allclose(*pair) for pair in zip(found, gradients, strict=True)):
                 wrong.append(f"{recipe} {name}: other gradients")
     return wrong, refused
+
+
+class Shifted(torch.nn.Module):
+    """A scale that is read through a view, and a shift that compiled graphs alone read again: they recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(16, 16)
+        self.shift, self.scale = (torch.nn.Parameter(torch.linspace(low, 1, 16)) for low in (0.1, 0.5))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.up(x)
+        return {"loss": (gelu(h + self.shift) * gelu(h) * self.scale.view(1, -1) - y).square().mean()}
+
+
+def said_of_writes(rank: int) -> dict[tuple[str, bool], str]:
+    """By what is written and whether graphs are compiled: the error, or whether gradients are of the values before."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    torch.manual_seed(0)
+    mesh, plain, said = mesh_of(4), Shifted().double(), dict[tuple[str, bool], str]()
+    batch = {key: torch.randn(8, 16, dtype=torch.float64) for key in "xy"}
+    gradients = outcome(plain, "", batch)
+    for compiled in (False, True):
+        given = Shifted().double()
+        given.load_state_dict(plain.state_dict())
+        model: Any = parallelize(
+            given, mesh, batch, cluster=slow_devices(), search=Search(recipe="ddp"), timeout=WAIT,
+            compile=(lambda graph, values: graph.forward) if compiled else None,
+        )  # fmt: skip
+        for name in ("shift", "scale", "x"):
+            passed = {**batch, "x": distribute_tensor(batch["x"].clone(), mesh, [Shard(0)])}
+            found = outcome(model, name, passed)
+            if not isinstance(found, str):
+                same = all(torch.allclose(*pair) for pair in zip(found, gradients, strict=True))
+                found = "gradients" if same else "other gradients"
+            said[name, compiled] = found
+    return said
+
+
+def test_what_graphs_read_again(ranks: Ranks) -> None:
+    """Through views, of the batch, and where compiled graphs recompute what eager mode saves."""
+    error = "one of the variables needed for gradient computation has been modified by an inplace operation"
+    for said in ranks.run(said_of_writes):
+        assert said.pop(("shift", False)) == "gradients"
+        assert set(said.values()) == {error}
 
 
 def test_a_parameter_that_is_written_between_the_passes(ranks: Ranks) -> None:

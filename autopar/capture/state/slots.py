@@ -24,7 +24,18 @@ from autopar.capture.state.code.owner import Scope
 from autopar.capture.state.code.search import Code, Search, search
 from autopar.capture.state.inventory import Holdings, Inventory, same_objects
 from autopar.capture.state.on_mesh import Whole, is_on_mesh, make_whole
-from autopar.capture.state.values import BUFFERS, GENERATORS, OWN, Path, Same, children, describe, state_of_hook, walk
+from autopar.capture.state.values import (
+    BUFFERS,
+    GENERATORS,
+    OWN,
+    Path,
+    Same,
+    children,
+    describe,
+    held_by_function,
+    state_of_hook,
+    walk,
+)
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -409,6 +420,8 @@ def _contents(value: Any, known: Contents) -> tuple[Any, ...]:
             known[id(value)] = (*value, *value.values())
         elif type(value) in (list, tuple) or (type(value) is set and not value):
             known[id(value)] = tuple(value)
+        elif type(value) is types.FunctionType:
+            known[id(value)] = held_by_function(value)
         else:
             # Numbers of positions, and the texts by which a set is sorted, are other objects each time.
             named = not isinstance(value, set | frozenset | deque | list | tuple)

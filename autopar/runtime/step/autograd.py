@@ -32,6 +32,7 @@ class Call:
         step: what runs.
         buffers: of the model, by name.
         batch: this rank's part of each batch tensor.
+        given: the batch tensors as they were passed.
         deferred: gradients whose reduction is deferred.
         name: such as ``call 3 of Mlp``.
         passed: the form of each batch tensor that requires a gradient, by its number.
@@ -41,6 +42,7 @@ class Call:
     step: Step
     buffers: dict[str, torch.Tensor]
     batch: list[torch.Tensor]
+    given: Sequence[torch.Tensor]
     deferred: DeferredReduction
     name: str = ""
     passed: Mapping[str, InputForm] = field(default_factory=dict)
@@ -118,13 +120,13 @@ class _StepFunction(torch.autograd.Function):
         # Without batch and buffers, but for histories, which the backward pass writes to: what it needs of them is
         # among the saved values, and the rest must not live until then.
         histories = {name: call.buffers[name] for name in step.histories}
-        ctx.call = Call(step, histories, [], call.deferred, call.name, call.passed)
+        ctx.call = Call(step, histories, [], (), call.deferred, call.name, call.passed)
         # save_for_backward takes tensors alone; it lets saved-tensor hooks see them, and finds in-place writes.
         ctx.is_tensor = [isinstance(v, torch.Tensor) for v in saved]
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
         ctx.parameters, ctx.differentiable = parameters, tensors[len(parameters) :]
-        ctx.versions = _versions(step, parameters)
+        ctx.reread = _reread(call, parameters)
         call.results = [step.wrap(i, r) for i, r in enumerate(locals_)]
         return tuple(call.results[i] for i in step.differentiable)
 
@@ -145,7 +147,7 @@ class _StepFunction(torch.autograd.Function):
         call: Call = ctx.call
         step = call.step
         call.agree("backward")
-        _require_unwritten(step, ctx.parameters, ctx.versions)
+        _require_unwritten(ctx.reread)
         _compare(step, call.name, dict(zip(step.differentiable, gradients, strict=True)))
         saved = _saved_values(ctx)
         incoming = {str(i): g for i, g in zip(step.differentiable, gradients, strict=True)}
@@ -183,29 +185,35 @@ def _compare(step: Step, name: str, incoming: Mapping[int, torch.Tensor | None])
     step.given.compare(f"backward of {name}", step.context)
 
 
-def _versions(step: Step, parameters: Sequence[torch.Tensor]) -> dict[str, int]:
-    """How often tensors of the mesh have been written to, of the parameters that the backward pass reads again.
+def _reread(call: Call, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
+    """Tensors of the mesh that the backward pass reads again: what messages call them, and how often they were written.
 
     Of other tensors torch knows that itself. An operator on a DTensor counts there, and not on the local tensor that is
     saved.
     """
-    given = dict(zip(step.parameters, parameters, strict=True))
-    again = ((name, given[name]) for name in step.cut.reread)
-    return {name: p._version for name, p in again if isinstance(p, DTensor) and not p.is_inference()}
+    step, found = call.step, list[tuple[str, torch.Tensor, int]]()
+    named = dict(zip(step.parameters, parameters, strict=True))
+    for kind, name in step.cut.reread:
+        what, t = (f"parameter {name!r}", named[name]) if kind == "parameter" else (
+            f"batch tensor {name}", call.given[int(name)]
+        )  # fmt: skip
+        if isinstance(t, DTensor) and not t.is_inference():
+            found.append((what, t, t._version))
+    return found
 
 
-def _require_unwritten(step: Step, parameters: Sequence[torch.Tensor], versions: Mapping[str, int]) -> None:
+def _require_unwritten(reread: Sequence[tuple[str, torch.Tensor, int]]) -> None:
     """As in torch, whose error it is: gradients would be of other values than those that the forward pass had.
 
     Raises:
-        RuntimeError: names the parameter.
+        RuntimeError: names the tensor.
     """
-    for name, version in _versions(step, parameters).items():
-        if version != versions[name]:
+    for what, tensor, version in reread:
+        if tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                f"backward pass reads parameter {name!r}, which was written to {version - versions[name]} times since "
-                "the forward pass; write to it after backward()"
+                f"backward pass reads {what}, which was written to {tensor._version - version} times since the forward "
+                "pass; write to it after backward()"
             )
 
 

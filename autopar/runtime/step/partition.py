@@ -20,6 +20,7 @@ from autopar._torch_compat import (
 from autopar.ir.ops.float8.histories import history_names
 from autopar.ir.program import GRADIENTS, RECORDED, Input, Output, Program
 from autopar.pipeline.forward_order import forward_nodes
+from autopar.runtime.compiled.regions import is_view
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class ForwardBackward:
         saved: names of the saved values, in the order in which the backward graph takes them.
         tangents: indices of the results whose incoming gradients the backward graph takes, in order.
         gradients: what the backward graph returns; None where there is no gradient.
-        overwritten: positions in ``saved`` of buffers and parameters that the step gives new values.
-        reread: names of the parameters that the backward pass reads again, as they are by then.
+        overwritten: positions in ``saved`` of buffers and parameters, or views of them, that the step gives new values.
+        reread: kind and name of parameters and batch tensors that the backward pass reads again, as they are by then.
         hoisted: of a step in microbatches: parameters and buffers to what each microbatch takes after its inputs.
     """
 
@@ -47,7 +48,7 @@ class ForwardBackward:
     tangents: tuple[str, ...] = ()
     gradients: tuple[Output, ...] = ()
     overwritten: frozenset[int] = frozenset()
-    reread: tuple[str, ...] = ()
+    reread: tuple[tuple[str, str], ...] = ()
     hoisted: fx.GraphModule | None = None
 
 
@@ -70,7 +71,8 @@ def cut(program: Program) -> ForwardBackward:
     names = [n.name for n in backward.graph.nodes if n.op == "placeholder"]
     described = list(zip(program.placeholders, program.inputs, strict=True))
     tangents = {n.name: i.name for n, i in described if i.kind == "tangent"}
-    saved = tuple(n.name for n in _returned(forward)[program.forward_outputs :])
+    kept = _returned(forward)[program.forward_outputs :]
+    saved = tuple(n.name for n in kept)
     assert [n for n in names if n not in tangents] == list(saved), "the partitioner saves one thing and takes another"
     backward.graph.set_codegen(BoxedCodeGen())
     backward.recompile()
@@ -78,11 +80,19 @@ def cut(program: Program) -> ForwardBackward:
     written = {(o.kind, o.name) for o in outputs}
     written |= {("buffer", name) for name in history_names(o.name for o in program.outputs if o.kind == RECORDED)}
     overwritten_inputs = {n.name for n, i in described if (i.kind, i.name) in written}
-    overwritten = frozenset(i for i, name in enumerate(saved) if name in overwritten_inputs)
+    memory = [memory_of(n).name for n in kept]
+    overwritten = frozenset(i for i, name in enumerate(memory) if name in overwritten_inputs)
     gradients = program.outputs[program.forward_outputs :]
-    again = {*saved} - overwritten_inputs
-    reread = tuple(i.name for n, i in described if i.kind == "parameter" and n.name in again)
+    again = {*memory} - overwritten_inputs
+    reread = tuple((i.kind, i.name) for n, i in described if i.kind in ("parameter", "batch") and n.name in again)
     return ForwardBackward(forward, backward, inputs, outputs, saved, used_tangents, gradients, overwritten, reread)
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The node in whose memory a value is: views of a parameter change as that is written."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _remove_unused_draws(forward: fx.GraphModule) -> None:

@@ -20,7 +20,7 @@ from autopar.runtime.dtensor import computed, from_local, local_like, part_of, s
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.stage_tensor import owner_of, with_owner
 from autopar.runtime.step.no_sync import DeferredReduction, split_reductions
-from autopar.runtime.step.partition import ForwardBackward
+from autopar.runtime.step.partition import ForwardBackward, memory_of
 
 Gradients = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 """Local gradients: of parameters by name, and of batch tensors by number."""
@@ -108,8 +108,8 @@ class Step:
         with torch.no_grad(), without_autocast(self.context.device.type):
             values = self.run(self.cut.forward, *arguments)
         # A model may return an input: the user, who may write to the result, must not change the parameter or batch.
-        inputs = {id(a) for a in arguments}
-        outputs = [v.clone() if id(v) in inputs else v for v in values[: len(self.cut.outputs)]]
+        inputs, outputs = {id(a) for a in arguments}, values[: len(self.cut.outputs)]
+        outputs = [v.clone() if id(v) in inputs and i not in self._borrowed else v for i, v in enumerate(outputs)]
         saved = values[len(self.cut.outputs) :]
         # `_results` writes new values into these buffers; the backward pass needs the old ones.
         for i in self.cut.overwritten:
@@ -134,6 +134,8 @@ class Step:
         new tensor to a buffer, that becomes the entry of ``buffers``.
         """
         results = []
+        # Before a buffer is written: another output may be in its memory.
+        outputs = [v.clone() if i in self._borrowed else v for i, v in enumerate(outputs)]
         for output, value in zip(self.cut.outputs, outputs, strict=True):
             if output.kind == "parameter":
                 type_, layout = self.types.parameters[output.name]
@@ -147,6 +149,12 @@ class Step:
             else:
                 results.append(instead.get(output.name, value))
         return results
+
+    @cached_property
+    def _borrowed(self) -> frozenset[int]:
+        """Outputs of the forward pass in the memory of an input: graphs have no copies, such as ``buffer.clone()``."""
+        values = self.program.output_values[: self.program.forward_outputs]
+        return frozenset(i for i, v in enumerate(values) if v is not None and memory_of(v).op == "placeholder")
 
     def backward(
         self,
