@@ -17,6 +17,9 @@ LARGEST = 2**20
 DEEPEST = 64
 """Levels of containers."""
 
+SHOWN = 200
+"""Characters of what is wrong with a text: a key may be as long as the file."""
+
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 
@@ -39,7 +42,7 @@ def loads(text: str, what: str) -> Any:
     try:
         return _decoded(json.loads(text), 0)
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError, RuntimeError) as e:
-        raise ValueError(f"{what} is damaged: {type(e).__name__}: {e}") from None
+        raise ValueError(f"{what} is damaged: {type(e).__name__}: {str(e)[:SHOWN]}") from None
 
 
 def _encoded(value: Any, where: str, depth: int) -> Any:
