@@ -137,6 +137,21 @@ def test_stages_that_begin_nowhere_are_the_plans_fault(staged: dict[str, Any]) -
             autopar.verify(model, batch, dict(plan.axes), **TOLD, plan=plan)
 
 
+@pytest.mark.parametrize(
+    ("consumer", "message"),
+    [(["S(7)"], "layouts fit no graph: .*cannot have the layout"), (["R" * 5000], "not a placement")],
+)
+def test_layouts_of_a_file_that_fit_no_graph_are_the_plans_fault(consumer: list[str], message: str) -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), (torch.ones(8, 8),)
+    search = autopar.Search(recipe="ddp")
+    data = autopar.plan(model, batch, cluster="h100", axes={"a": 2}, **TOLD, search=search).to_dict()
+    (name,) = [n for n in data["choices"] if "forward tanh" in n]
+    data["consumer_layouts"][f"{name} 0"] = consumer
+    with pytest.raises(PlanError, match=message) as raised:
+        autopar.verify(model, batch, {"a": 2}, **TOLD, plan=Plan.from_dict(data))
+    assert len(str(raised.value)) < 1000
+
+
 def test_what_a_file_says_is_a_claim(data: dict[str, Any]) -> None:
     plan = Plan.from_dict(data)
     assert plan.certificate.claimed

@@ -16,7 +16,7 @@ import msgspec
 
 from autopar.costs.cluster import Cluster
 from autopar.costs.mixed.shares import Shares
-from autopar.costs.read_file import MIB, read_text
+from autopar.costs.read_file import MIB, brief, read_text
 from autopar.errors import PlanError
 from autopar.ir.layout import At, Layout, Partial, Replicate, Split, parse_placement
 from autopar.ir.plan import (
@@ -113,11 +113,13 @@ def from_data(data: Any) -> Plan:
     if not isinstance(data, dict) or "autopar_plan" not in data:
         raise PlanError("this is no plan of autopar; save one with Plan.save or `autopar plan --save`")
     if data["autopar_plan"] not in (1, VERSION):
-        raise PlanError(f"version {data['autopar_plan']} of the format, this autopar reads 1 to {VERSION}; plan again")
+        raise PlanError(
+            f"version {brief(str(data['autopar_plan']))} of the format, this autopar reads 1 to {VERSION}; plan again"
+        )
     try:
         return _parse(_of_version_1(data) if data["autopar_plan"] == 1 else data)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, msgspec.ValidationError) as e:
-        raise PlanError(f"corrupt: {type(e).__name__}: {e}; save it again with Plan.save") from e
+        raise PlanError(f"corrupt: {type(e).__name__}: {brief(str(e))}; save it again with Plan.save") from e
 
 
 _METHODS = {

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import msgspec
 import torch
 
+from autopar.costs.read_file import brief
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint import values
 
@@ -168,7 +169,7 @@ class Manifest:
             names, tensors = tuple(content["generators"]), content["tensors"]
             return cls(file, content["step"], content["world"], names, tensors, plain)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            raise ValueError(f"{file} is damaged: {type(e).__name__}: {e}") from None
+            raise ValueError(f"{file} is damaged: {type(e).__name__}: {brief(str(e))}") from None
 
     def check(
         self, own: Mapping[str, torch.Tensor], plain: Mapping[str, Collection[str]], stateful: Mapping[str, Any]
@@ -205,5 +206,5 @@ class Manifest:
         if wrong:
             more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
             raise AutoparError(
-                f"{self.file.parent} is of another model, optimizer or loop: {'; '.join(wrong[:3])}{more}"
+                f"{self.file.parent} is of another model, optimizer or loop: {'; '.join(map(brief, wrong[:3]))}{more}"
             )

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopar.costs.read_file import brief
+
 LARGEST = 2**20
 """Bytes of a tensor among values: large ones belong to the model or the optimizer."""
 
 DEEPEST = 64
 """Levels of containers."""
-
-SHOWN = 200
-"""Characters of what is wrong with a text: a key may be as long as the file."""
 
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -42,7 +41,7 @@ def loads(text: str, what: str) -> Any:
     try:
         return _decoded(json.loads(text), 0)
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError, RuntimeError) as e:
-        raise ValueError(f"{what} is damaged: {type(e).__name__}: {str(e)[:SHOWN]}") from None
+        raise ValueError(f"{what} is damaged: {type(e).__name__}: {brief(str(e))}") from None
 
 
 def _encoded(value: Any, where: str, depth: int) -> Any:
