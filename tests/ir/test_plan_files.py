@@ -147,6 +147,7 @@ def test_layouts_of_a_file_that_fit_no_graph_are_the_plans_fault(consumer: list[
     data = autopar.plan(model, batch, cluster="h100", axes={"a": 2}, **TOLD, search=search).to_dict()
     (name,) = [n for n in data["choices"] if "forward tanh" in n]
     data["consumer_layouts"][f"{name} 0"] = consumer
+    data["forced_consumer_layouts"] = [f"{name} 0"]
     with pytest.raises(PlanError, match=message) as raised:
         autopar.verify(model, batch, {"a": 2}, **TOLD, plan=Plan.from_dict(data))
     assert len(str(raised.value)) < 1000
