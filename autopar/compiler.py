@@ -34,7 +34,15 @@ from autopar.passes.canonicalize.precision import apply_precision
 from autopar.passes.rng.replicate import replicate_random
 from autopar.pipeline.custom_schedule import as_text
 from autopar.search import cache
-from autopar.search.arguments import BATCH, check_float64, check_planning, policy_of, require_load, require_sent
+from autopar.search.arguments import (
+    BATCH,
+    check_float64,
+    check_planning,
+    policy_of,
+    require_load,
+    require_other_gathers,
+    require_sent,
+)
 from autopar.search.emitted.peak import peak_of as peak_of
 from autopar.search.emitted.rewritten import graphs_kept
 from autopar.search.formulation.local_axes import Axes, require_rows, worker_count
@@ -44,7 +52,7 @@ from autopar.search.microbatch.shares import best_shares, require_apart
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
 from autopar.search.pipeline.branch_and_bound import best_pipeline
-from autopar.search.recost import sent_in_few_bits
+from autopar.search.recost import gathers_of_weights, sent_in_few_bits
 from autopar.sharding.dims import analyze
 
 logger = logging.getLogger("autopar")
@@ -179,6 +187,8 @@ def solve(
         plan = plan.of_messages().in_float8(program.float8)
         if program.training and search.recipe != "random" and not job.restrictions.layouts:
             require_sent(sent_in_few_bits(program, plan, deterministic=deterministic), search.quantized)
+            if search.secondary:
+                require_other_gathers(gathers_of_weights(program, plan, deterministic=deterministic), search.secondary)
         # A slower machine, or a shorter limit, must not decide for later searches.
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)

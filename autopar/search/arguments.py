@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -147,3 +147,21 @@ def require_sent(sent: Collection[tuple[str, str]], quantized: Mapping[str, Mapp
                     f"quantized= has {what} in {bits[what]} bits along axis {axis!r}, and the plan has none that are "
                     f"{done} along it and smaller so; give the axis the role 'shard' (recipe 'fsdp'), or leave it out"
                 )
+
+
+def require_other_gathers(gathered: Collection[str], secondary: Sequence[str]) -> None:
+    """Refuse copies for the backward pass that save it no gather.
+
+    Args:
+        gathered: axes along which the plan gathers parameters.
+        secondary: axes along which the copies are split.
+
+    Raises:
+        InfeasibleError: parameters are gathered along these axes alone, or along none.
+    """
+    if secondary and not set(gathered) - set(secondary):
+        raise InfeasibleError(
+            f"pin 'secondary' has copies of parameters split along {', '.join(secondary)}, and the plan gathers no "
+            "parameter along another axis, which they would save the backward pass: give an outer axis the role "
+            "'shard' (recipe 'fsdp'), or leave the pin out"
+        )

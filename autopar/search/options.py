@@ -172,8 +172,11 @@ class Search:
 
         _ = self.shares  # refuses what is none
         if SECONDARY in self.pins:
-            if not self.secondary or not all(isinstance(axis, str) and axis for axis in self.secondary):
-                raise ValueError(f"pin {SECONDARY!r} must be an axis or a list of axes, got {self.pins[SECONDARY]!r}")
+            named = [axis for axis in self.secondary if isinstance(axis, str) and axis]
+            if not named or len(named) < len(self.secondary) or len(set(named)) < len(named):
+                raise ValueError(
+                    f"pin {SECONDARY!r} must be an axis or a list of axes, each once, got {self.pins[SECONDARY]!r}"
+                )
             if self.pipelines:
                 raise ValueError(f"pin {SECONDARY!r} is not for pipelines: leave it or {STAGES!r} out")
         for name in (STAGES, VIRTUAL):

@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.ir.quantized.axes import WEIGHTS
 from autopar.passes import as_planned
 from autopar.search.emitted.peak import peak_of
 from autopar.search.microbatch.shares import with_shares
@@ -19,6 +20,7 @@ from autopar.sharding.assignment import all_moves, assign, machine_of
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute.moves import Move
 
 SAME = 1e-6
 """Figures that are this close, relatively, are the same: sums are in other orders."""
@@ -70,17 +72,24 @@ def sent_in_few_bits(program: Program, plan: Plan, *, deterministic: bool = Fals
     """
     if not plan.quantized:
         return set()
+    return {(axis, message) for axis, message, move in _messages(program, plan, deterministic) if move.bits}
+
+
+def gathers_of_weights(program: Program, plan: Plan, *, deterministic: bool = False) -> set[str]:
+    """Axes of several devices along which a plan gathers parameters; arguments as of `sent_in_few_bits`."""
+    moved, sizes = _messages(program, plan, deterministic), dict(plan.axes)
+    return {a for a, message, m in moved if message == WEIGHTS and m.kind == "all_gather" and sizes[a] > 1}
+
+
+def _messages(program: Program, plan: Plan, deterministic: bool) -> Iterator[tuple[str, str, Move]]:
+    """The moves of a plan, each with its axis and what it is of."""
     part, plan = _part_of(program, plan.inner, deterministic)
     padded = as_planned(part, plan)
     dims = analyze(padded)
     assignment = assign(padded, dims, plan, layer_classes(padded, dims))
     moves = all_moves(padded, dims, assignment, Tables(machine_of(plan)))
-    return {
-        (plan.axis_names[m.axis], dims.types[value].message)
-        for value, counted in moves.items()
-        for m, _, _ in counted
-        if m.bits
-    }
+    for value, counted in moves.items():
+        yield from ((plan.axis_names[m.axis], dims.types[value].message, m) for m, _, _ in counted)
 
 
 def _in_stages(part: Program, plan: Plan) -> Plan:

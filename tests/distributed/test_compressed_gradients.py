@@ -180,6 +180,10 @@ def wrong(rank: int) -> None:
         autopar.CompressedGradients(model, torch.optim.Adam(model.parameters(), amsgrad=True), **CASES["onebit"])
     with pytest.raises(AutoparError, match=r"optimizer\.step\(closure\) computes gradients within the step"):
         optimizer.step(lambda: 0.0)
+    with pytest.raises(AutoparError, match="has no 'frozen', and is no state of compressed gradients"):
+        compressed.load_state_dict({"settings": str(compressed.settings), "steps": 1})
+    with pytest.raises(AutoparError, match=r"what is loaded has no error of 'up\.weight'"):
+        compressed.load_state_dict({"settings": str(compressed.settings), "steps": 1, "frozen": {}})
     # Whose error it is: on every rank the same.
     model(**mlp_batch(0))["loss"].backward()
     if rank == 1:
@@ -190,6 +194,10 @@ def wrong(rank: int) -> None:
     model(**mlp_batch(0))["loss"].backward()
     optimizer.param_groups[0]["lr"] = 0.1 + rank // 2
     with pytest.raises(RankError, match="options of the optimizer of compressed gradients differ: rank 2 has"):
+        optimizer.step()
+    if rank // 2:
+        model.up.bias.grad = None
+    with pytest.raises(RankError, match=r"have gradients in step 1 .* differ: rank 2 has all but 'up\.bias', rank 0"):
         optimizer.step()
     compressed.detach()
     model.requires_grad_(False)
@@ -399,27 +407,27 @@ def test_zero_one_adam_of_workers_of_several_devices(ranks: Ranks, tmp_path: Any
             assert max(errors) < 1e-12, errors
 
 
-def scaled(rank: int, given: dict[str, Any], synchronous: bool) -> float:
-    """A fused optimizer, whose step GradScaler leaves the scale to, against one that sees no scales.
+def scaled(rank: int, given: dict[str, Any], synchronous: bool, fused: bool) -> float:
+    """An optimizer under GradScaler, which leaves the scale to a fused one's step, against one that sees no scales.
 
     In step 3 a gradient of rank 1 is infinite: all workers leave that step out.
     """
     import autopar
 
     states = []
-    for fused in (True, False):
+    for scales in (True, False):
         role = "local" if synchronous else "compressed"
         search = autopar.Search(roles={"a": role}, inexact=(role, "float64"))
         model = autopar.parallelize(mlp(), mesh_of(2), mlp_batch(0), search=search, timeout=WAIT)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1, fused=fused)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1, fused=scales and fused)
         if synchronous:
             autopar.LocalSteps(model, optimizer, **given)
         else:
             autopar.CompressedGradients(model, optimizer, **given)
         # Scales are powers of two: nothing is lost, and they double in each second step.
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=scales)
         for step in range(7):
-            if step == 3 and not fused:
+            if step == 3 and not scales:
                 continue
             optimizer.zero_grad()
             loss = model(**mlp_batch(step))["loss"] * (torch.inf if (step, rank) == (3, 1) else 1.0)
@@ -431,13 +439,17 @@ def scaled(rank: int, given: dict[str, Any], synchronous: bool) -> float:
 
 
 @pytest.mark.parametrize(
-    ("given", "synchronous"),
+    ("given", "synchronous", "fused"),
     [
-        ({"method": "onebit", "freeze": 2}, False),
-        pytest.param({"every": 9, "synchronous": 9}, True, marks=pytest.mark.deep),
-        pytest.param({"method": "topk", "share": 0.2}, False, marks=pytest.mark.deep),
-        pytest.param({"method": "zeroone", "freeze": 4, "doubling": 1, "local": 2}, False, marks=pytest.mark.deep),
+        ({"method": "onebit", "freeze": 2}, False, True),
+        ({"method": "powersgd", "rank": 2}, False, False),
+        ({"every": 9, "synchronous": 9}, True, False),
+        pytest.param({"every": 9, "synchronous": 9}, True, True, marks=pytest.mark.deep),
+        pytest.param({"method": "topk", "share": 0.2}, False, True, marks=pytest.mark.deep),
+        pytest.param(
+            {"method": "zeroone", "freeze": 4, "doubling": 1, "local": 2}, False, True, marks=pytest.mark.deep
+        ),
     ],
 )
-def test_fused_optimizers_under_a_scaler(two_ranks: Ranks, given: dict[str, Any], synchronous: bool) -> None:
-    assert max(two_ranks.run(scaled, given, synchronous)) < 1e-12
+def test_optimizers_under_a_scaler(two_ranks: Ranks, given: dict[str, Any], synchronous: bool, fused: bool) -> None:
+    assert max(two_ranks.run(scaled, given, synchronous, fused)) < 1e-12

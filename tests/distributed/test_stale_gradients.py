@@ -206,8 +206,8 @@ def test_bad_input_and_a_worker_that_others_wait_for() -> None:
         assert "waiting for rank 3, which has made 2 steps, and this one 4 (staleness=1)" in said, said
 
 
-def failing(rank: int) -> tuple[str, float]:
-    """The thread of rank 1 that takes gradients of rank 2 fails; rank 2 may be at its first steps still."""
+def failing(rank: int, infinite: bool) -> tuple[str, float]:
+    """A gradient of rank 1 is not finite; or its thread that takes those of rank 2 fails, which may be at its first."""
     model, optimizer, stale = made("SGD", timeout=300, staleness=1)
     begun = time.monotonic()
     try:
@@ -215,26 +215,32 @@ def failing(rank: int) -> tuple[str, float]:
         push = stale._owner.push
 
         def fails(worker: int, *given: Any) -> Any:
-            if rank == 1 and worker == 2:
+            if rank == 1 and worker == 2 and not infinite:
                 raise MemoryError("no room for a gradient")
             return push(worker, *given)
 
         stale._owner.push = fails
+        if rank == 1 and infinite:
+            model.up.bias.register_hook(lambda gradient: gradient * torch.nan)
         trained(rank, "SGD", model, optimizer, range(2, 40), slow=0.0)
     except Exception as e:
         return f"{type(e).__name__}: {e}", time.monotonic() - begun
     return "", 0.0
 
 
-def test_a_thread_that_fails_is_heard_of() -> None:
+@pytest.mark.parametrize("infinite", [False, True])
+def test_a_worker_that_fails_is_heard_of(infinite: bool) -> None:
     ranks = Ranks()
     try:
-        found = ranks.run(failing)
+        found = ranks.run(failing, infinite)
     finally:
         ranks.close()
     why = "stale gradients of Mlp, taking a gradient of worker 2: MemoryError: no room for a gradient"
+    if infinite:
+        why = "stale gradients of Mlp, whose gradient of 'up.bias' is not finite"
+        assert "the gradient of 'up.bias' on rank 1 is not finite" in found[1][0], found[1]
     for rank, (said, seconds) in enumerate(found):
-        assert said.startswith("RankError") and why in said, (rank, said)
+        assert said.startswith("RankError") and (why in said or rank == 1), (rank, said)
         assert rank == 1 or f"rank 1 failed at {why}" in said, (rank, said)
         assert seconds < 30, (rank, seconds)
 
@@ -261,3 +267,34 @@ def test_a_dead_worker_ends_the_others() -> None:
         assert all(said.startswith("RankError") and "rank 3 died" in said for said in found), found
     finally:
         ranks.close()
+
+
+def scaled(rank: int) -> tuple[float, int]:
+    """A scaled gradient of one worker is infinite in step 1: it is left out, and nobody waits for that worker."""
+    model, optimizer, stale = made("SGD", staleness=0)
+    plain, lr = mlp(), rate("SGD", 0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        loss = model(**rows(rank, step))["loss"] * (torch.inf if (step, rank) == (1, 2) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        plain.zero_grad()
+        for worker in range(WORKERS):
+            if (step, worker) != (1, 2):
+                plain(**rows(worker, step))["loss"].backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= lr * p.grad
+    stale.synchronize()
+    steps = stale.steps
+    stale.detach()
+    found = model.full_state_dict()
+    return max(float((found[n] - p.detach()).abs().max()) for n, p in plain.named_parameters()), steps
+
+
+def test_a_scaled_gradient_that_is_infinite_is_left_out(ranks: Ranks) -> None:
+    for error, steps in ranks.run(scaled):
+        assert error < 1e-12 and steps == 3

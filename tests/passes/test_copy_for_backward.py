@@ -8,6 +8,7 @@ from torch import nn
 
 import autopar
 from autopar.compiler import program_of, rewrite, solve
+from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward
 from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
@@ -104,8 +105,9 @@ def test_copies_are_made_once(program: Program) -> None:
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
-        ({"secondary": []}, "pin 'secondary' must be an axis or a list of axes, got"),
-        ({"secondary": 2}, "pin 'secondary' must be an axis or a list of axes, got 2"),
+        ({"secondary": []}, "pin 'secondary' must be an axis or a list of axes, each once, got"),
+        ({"secondary": ["gpu", "gpu"]}, "pin 'secondary' must be an axis or a list of axes, each once, got"),
+        ({"secondary": 2}, "pin 'secondary' must be an axis or a list of axes, each once, got 2"),
         ({"secondary": "gpu", "stages": 2}, "pin 'secondary' is not for pipelines: leave it or 'stages' out"),
     ],
 )
@@ -121,3 +123,17 @@ def test_axes_of_the_pin() -> None:
     search = autopar.Search(recipe="fsdp", pins={"secondary": ["node", "gpu"]})
     with pytest.raises(ValueError, match="names all axes of the mesh"):
         search.require_axes(AXES)
+
+
+@pytest.mark.parametrize(
+    ("axes", "given"),
+    [
+        (AXES, {"recipe": "ddp"}),
+        (AXES, {"roles": {"node": "data", "gpu": "shard"}}),
+        ({"node": 1, "gpu": 4}, {"recipe": "fsdp"}),
+    ],
+)
+def test_copies_that_would_save_no_gather(program: Program, axes: dict[str, int], given: dict[str, object]) -> None:
+    search = autopar.Search(**given, pins={"secondary": "gpu"})  # type: ignore[arg-type]
+    with pytest.raises(InfeasibleError, match="the plan gathers no parameter along another axis"):
+        solve(program, axes, "h100", search=search)

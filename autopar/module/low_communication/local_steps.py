@@ -53,6 +53,7 @@ class LocalSteps(WorkerExchange):
     """
 
     role, what = "local", "local steps"
+    saved = ("steps", "exchanges", "in_flight")
 
     def __init__(
         self,

@@ -15,6 +15,9 @@ from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.dtensor import to_local
 from autopar.runtime.state.whole_steps import on_the_mesh
 
+TAKES_SCALE = "_step_supports_amp_scaling"
+"""An attribute of optimizers whose step `torch.amp.GradScaler` calls in any case, as of torch's fused ones."""
+
 _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
 _followed: WeakSet[ParallelModule] = WeakSet()
 """Optimizers, and models, of which one of these follows the steps."""
@@ -25,10 +28,12 @@ class OptimizerSteps(ABC):
 
     Attributes:
         what: is done, in words for messages.
+        saved: what its state has, beside settings and tensors.
         bytes_sent: by this rank since this was made, as a ring sends them.
     """
 
     what: ClassVar[str]
+    saved: ClassVar[tuple[str, ...]]
 
     def __init__(self, model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
         """Check that the two can be followed.
@@ -43,6 +48,8 @@ class OptimizerSteps(ABC):
         self.model, self.optimizer = model, optimizer
         self.bytes_sent = 0
         self._hooks: list[Any] = []
+        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._takes_scale = bool(getattr(optimizer, TAKES_SCALE, False))
 
     def _require_free(self) -> None:
         """Refuse an optimizer whose steps are followed already.
@@ -78,10 +85,14 @@ class OptimizerSteps(ABC):
             with on_the_mesh(self.optimizer):
                 self._take_scale()
                 before(any(callable(x) for x in (*args, *kwargs.values()) if x is not optimizer))
+                self._leave_out()
 
         def last(*_: Any) -> None:
             if is_aside():
                 return
+            for parameter, gradient in self._aside:
+                parameter.grad = gradient
+            self._aside = []
             with on_the_mesh(self.optimizer):
                 after()
 
@@ -91,16 +102,21 @@ class OptimizerSteps(ABC):
         ]
         _attached.add(self.optimizer)
         _followed.add(self.model)
+        # GradScaler would not call the step of a worker whose gradients are infinite, for which others wait.
+        setattr(self.optimizer, TAKES_SCALE, True)
 
     def detach(self) -> None:
         """The optimizer's steps are no longer followed by exchanges; what is in flight is dropped."""
         for hook in self._hooks:
             hook.remove()
+        if self._hooks and not self._takes_scale:
+            delattr(self.optimizer, TAKES_SCALE)
+        self._hooks = []
         _attached.discard(self.optimizer)
         _followed.discard(self.model)
 
     def _take_scale(self) -> None:
-        """Divide gradients by their scale, which `torch.amp.GradScaler` leaves to the step of a fused optimizer."""
+        """Divide gradients by their scale, which `torch.amp.GradScaler` leaves to the step."""
         scale = getattr(self.optimizer, "grad_scale", None)
         if scale is None:
             return
@@ -108,6 +124,19 @@ class OptimizerSteps(ABC):
             if parameter.grad is not None:
                 to_local(parameter.grad).div_(scale)
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+
+    def _leave_out(self) -> None:
+        """Have the step find no gradient where a scaled one is infinite; a fused optimizer looks for that itself."""
+        found = getattr(self.optimizer, "found_inf", None)
+        if found is None or self._takes_scale:
+            return
+        self.optimizer.found_inf = None  # type: ignore[attr-defined]
+        if not found:
+            return
+        for parameter in self._parameters().values():
+            if parameter.grad is not None:
+                self._aside.append((parameter, parameter.grad))
+                parameter.grad = None
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         """What is trained, by name, in the model's order.
@@ -174,6 +203,12 @@ class OptimizerSteps(ABC):
         own, other = str(self._settings()), saved.get("settings", "none")
         if own != other:
             raise AutoparError(f"these {self.what} have {own}, and what is loaded has {other}; make them with the same")
+        lacking = [key for key in self.saved if key not in saved]
+        if lacking:
+            raise AutoparError(
+                f"what is loaded has no {lacking[0]!r}, and is no state of {self.what}; load what "
+                f"{type(self).__name__} gave or saved, or make new ones after loading the parameters"
+            )
 
     @abstractmethod
     def _settings(self) -> Any: ...

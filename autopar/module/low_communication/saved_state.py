@@ -80,7 +80,7 @@ def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
         kinds[LEFT] = left
     for kind, tensors in kinds.items():
         for name, tensor in tensors.items():
-            if f"{kind}.{name}" not in state["tensors"]:
+            if f"{kind}.{name}" not in state.get("tensors", {}):
                 raise AutoparError(f"what is loaded has no {kind} of {name!r}: it is of another model")
             tensor.copy_(own_shard(steps.model, name, state["tensors"][f"{kind}.{name}"]))
     steps._outer = outer

@@ -46,10 +46,7 @@ class WorkerExchange(OptimizerSteps):
         self._workers: Workers = workers
 
     def _leaves_out(self, notes: Sequence[str]) -> bool:
-        """Whether a fused optimizer's step changes nothing, on all workers: a scaled gradient is not finite on one.
-
-        Of other optimizers GradScaler does not call the step.
-        """
+        """Whether the optimizer's step changes nothing, on all workers: a scaled gradient is not finite on one."""
         found = getattr(self.optimizer, "found_inf", None)
         if found is None or not any(notes):
             return False
@@ -91,7 +88,8 @@ class WorkerExchange(OptimizerSteps):
                 if has != known:
                     raise RankError(
                         f"{name} of {self.what} differ: rank {rank} has {has}, rank {other} has {known}; make them "
-                        "with the same arguments, and start workers from the same weights or checkpoint"
+                        "with the same arguments, start workers from the same weights or checkpoint, and have each "
+                        "compute the same gradients"
                     )
         return [said for *_, said in every_rank]
 
@@ -115,9 +113,18 @@ class WorkerExchange(OptimizerSteps):
             RankError: others have gradients of other parameters.
         """
         parameters = self._parameters()
-        have = hashlib.sha256(repr([p.grad is not None for p in parameters.values()]).encode()).hexdigest()[:6]
+        lacking = [n for n, p in parameters.items() if p.grad is None]
+        have = _all_but(lacking) if len(lacking) < len(parameters) else "none: backward() has not been called"
         own = {n: to_local(p.grad) for n, p in parameters.items() if p.grad is not None}
         own = {n: g for n, g in own.items() if g.numel()}
         # Not a detail of the meeting: ranks of different stages have gradients of different parameters.
         have_same = (f"which parameters have gradients in {what}", have)
         return own, self._require_same_at_a_place((have_same, *same), what, note(own))
+
+
+def _all_but(lacking: Sequence[str]) -> str:
+    """Which parameters have gradients, in few words, that are others for others."""
+    if not lacking:
+        return "all"
+    digest = hashlib.sha256(repr(lacking).encode()).hexdigest()[:6]
+    return f"all but {lacking[0]!r}" + (f" and {len(lacking) - 1} more ({digest})" if lacking[1:] else "")

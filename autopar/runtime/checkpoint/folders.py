@@ -72,6 +72,12 @@ def find(folder: Path) -> Path:
         return folder
     known = whole(folder)
     if not known:
+        of_workers = sorted(p.name for p in folder.glob("worker-*") if whole(p))
+        if of_workers:
+            raise FileNotFoundError(
+                f"{folder} has a checkpoint of each worker, {', '.join(of_workers)}, and the model has no workers: "
+                "give the folder of one of them"
+            )
         raise FileNotFoundError(
             f"there is no checkpoint in {folder}: give the folder that autopar.checkpoint.save() was given"
         )

@@ -152,6 +152,8 @@ def test_a_matrix_without_a_gradient_goes_on() -> None:
         ({"method": "signs"}, "one of 'powersgd', 'topk', 'onebit'"),
         ({"method": "powersgd"}, "must have rank="),
         ({"method": "powersgd", "rank": 0}, "rank=0"),
+        ({"method": "powersgd", "rank": 99}, "rank=99: factors of so many columns are smaller than no matrix"),
+        ({"method": "topk", "share": 0.1, "seed": 1}, "seed=1 is for method='powersgd'"),
         ({"method": "powersgd", "rank": 2, "share": 0.1}, "share=0.1 is for method='topk'"),
         ({"method": "topk", "share": 0.0}, "share=0.0: expected a number above 0, of at most 1"),
         ({"method": "topk", "share": 1.5}, "share=1.5"),

@@ -60,6 +60,14 @@ def test_nothing_there(tmp_path: Path) -> None:
             folders.find(folder)
 
 
+def test_those_of_workers_alone(tmp_path: Path) -> None:
+    for worker in range(2):
+        (tmp_path / f"worker-{worker}").mkdir()
+        saved(tmp_path / f"worker-{worker}", 1)
+    with pytest.raises(FileNotFoundError, match=r"of each worker, worker-0, worker-1, .* the folder of one of them"):
+        folders.find(tmp_path)
+
+
 def test_pruning_keeps_the_last(tmp_path: Path) -> None:
     names = [saved(tmp_path, step) for step in (1, 2, 3, 4)]
     left = folders.begin(tmp_path, folders.new_name(5))

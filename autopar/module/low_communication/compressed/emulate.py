@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.module.low_communication.compressed.collectives import in_lock_step
 from autopar.module.low_communication.compressed.frozen_adam import require_plain_adam
+from autopar.module.low_communication.compressed.low_rank import require_low_rank
 from autopar.module.low_communication.compressed.settings import ONEBIT, ZEROONE, Compression
 from autopar.module.low_communication.compressed.step import (
     WorkerStep,
@@ -45,6 +46,8 @@ class EmulatedCompression:
         require_several(len(models))
         self._parameters = trained_alike(models, optimizers)
         require_compressible(self._parameters[0])
+        if self.settings.rank is not None:
+            require_low_rank(self._parameters[0], self.settings.rank)
         for optimizer in optimizers:
             if self.settings.method in (ONEBIT, ZEROONE):
                 require_plain_adam(optimizer, self.settings.method)

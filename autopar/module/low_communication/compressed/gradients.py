@@ -13,6 +13,7 @@ from autopar.errors import AutoparError
 from autopar.module.low_communication.compressed.collectives import over_group
 from autopar.module.low_communication.compressed.emulate import require_several
 from autopar.module.low_communication.compressed.frozen_adam import require_plain_adam
+from autopar.module.low_communication.compressed.low_rank import require_low_rank
 from autopar.module.low_communication.compressed.saved import load_saved_state, require_layouts, saved_state
 from autopar.module.low_communication.compressed.settings import ONEBIT, ZEROONE, Compression
 from autopar.module.low_communication.compressed.step import (
@@ -48,6 +49,7 @@ class CompressedGradients(WorkerExchange):
     """
 
     role, what = "compressed", "compressed gradients"
+    saved = ("steps", "frozen")
 
     def __init__(
         self,
@@ -101,6 +103,8 @@ class CompressedGradients(WorkerExchange):
         if method in (ONEBIT, ZEROONE):
             require_plain_adam(optimizer, method)
         require_compressible(self._parameters())
+        if rank is not None:
+            require_low_rank(self._parameters(), rank)
         self._step: WorkerStep | None = None
         self._compared = self._left_out = False
         self._attach(self._before, self._after)

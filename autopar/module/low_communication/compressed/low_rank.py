@@ -77,3 +77,16 @@ class LowRank:
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(matrix_of(tuple(tensor.shape)))
+
+
+def require_low_rank(parameters: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Refuse a rank with which nothing is compressed.
+
+    Raises:
+        ValueError: factors of so many columns make no parameter smaller.
+    """
+    if not any(is_low_rank(tuple(p.shape), rank) for p in parameters.values()):
+        raise ValueError(
+            f"rank={rank}: factors of so many columns are smaller than no matrix of the model, so that all gradients "
+            "would be averaged as they are; take a lower one, or the role 'data' instead"
+        )

@@ -117,7 +117,7 @@ def load_saved_state(compressed: CompressedGradients, state: Mapping[str, Any]) 
         AutoparError: it is of other settings, parameters or, with ``powersgd``, layouts.
     """
     compressed.require_settings(state)
-    step, tensors = compressed._new_state(), state["tensors"]
+    step, tensors = compressed._new_state(), state.get("tensors", {})
     index, workers = compressed._workers.index, compressed._workers.count
     for name in compressed._parameters():
         for kind in (ERROR, SERVED) if isinstance(step.method, Signs) else (ERROR,):

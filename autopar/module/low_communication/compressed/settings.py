@@ -70,6 +70,8 @@ class Compression:
                 raise ValueError(f"{name}={given} is for {said}; leave it out, or use that method")
         if self.longest is not None and self.local is None:
             raise ValueError(f"longest={self.longest} is of distances that double: give local= too, or leave it out")
+        if self.seed and self.method != POWERSGD:
+            raise ValueError(f"seed={self.seed} is for method={POWERSGD!r}; leave it out, or use that method")
         if self.method in (ONEBIT, ZEROONE) and self.start:
             raise ValueError(f"start={self.start}: method={self.method!r} begins as Adam, see freeze=; give that alone")
 

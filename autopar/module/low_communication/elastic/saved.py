@@ -49,7 +49,8 @@ def load_saved_state(workers: ElasticWorkers, state: Mapping[str, Any]) -> None:
     # That of another worker is added by that one.
     if workers.settings.feedback and state["worker"] == workers.worker:
         kinds[LEFT] = left
-    for missing in (f"{k} of {n!r}" for k, own in kinds.items() for n in own if f"{k}.{n}" not in state["tensors"]):
+    given = state.get("tensors", {})
+    for missing in (f"{k} of {n!r}" for k, own in kinds.items() for n in own if f"{k}.{n}" not in given):
         raise AutoparError(f"what is loaded has no {missing}: it is of another model")
     for kind, tensors in kinds.items():
         for name, tensor in tensors.items():

@@ -52,6 +52,7 @@ class ElasticWorkers(MeetingSteps):
     """
 
     what = "elastic workers"
+    saved = ("steps", "rounds")
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ class StaleGradients(WorkerExchange):
     """
 
     role, what = "stale", "stale gradients"
+    saved = ("steps", "version", "clocks", "read", "begun", "counts")
 
     def __init__(
         self,
@@ -268,9 +269,12 @@ class StaleGradients(WorkerExchange):
                 f"the optimizer's option {changed!r} has changed since {self.what} began, and owners have what it was: "
                 "only learning rates may change; make new StaleGradients after synchronize() and detach()"
             )
-        gradients, _ = gradients_of(parameters)
-        if not self._leaves_out([first_infinite(gradients)]):
-            self._exchange()
+        gradients, given = gradients_of(parameters)
+        if self._leaves_out([first_infinite(gradients)]):
+            # It counts as a step all the same: others would wait for this worker.
+            gradients = {n: torch.zeros_like(g) for n, g in gradients.items()}
+            given = dict.fromkeys(given, False)
+        self._exchange(gradients, given)
         for parameter in parameters.values():
             if parameter.grad is not None:
                 self._hidden.append((parameter, parameter.grad))
@@ -283,11 +287,10 @@ class StaleGradients(WorkerExchange):
         self._hidden = []
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _exchange(self, gradients: dict[str, torch.Tensor], given: Mapping[str, bool]) -> None:
         """Send this worker's gradients to the owners, and take their values."""
         assert self._mail is not None
-        parameters, tensors = self._parameters(), self._tensors()
-        gradients, given = gradients_of(parameters)
+        tensors = self._tensors()
         self._require_finite(gradients)
         lrs, dtype = [float(group[LR]) for group in self.optimizer.param_groups], self._dtype
         pushes = [
@@ -323,6 +326,8 @@ class StaleGradients(WorkerExchange):
         """
         name = first_infinite(gradients)
         if name:
+            # Others wait for this worker's gradient.
+            self._broken_off(f"whose gradient of {name!r} is not finite")
             raise RankError(
                 f"the gradient of {name!r} on rank {dist.get_rank()} is not finite in step {self.steps + 1} of "
                 f"{self.what}: owners would take it, and all workers have it; find what made it so, clip before the "

@@ -62,9 +62,9 @@ def load_saved_state(stale: StaleGradients, state: Mapping[str, Any]) -> None:
     """
     stale.require_settings(state)
     stale.settle(f"loading {stale.what}")
-    owner, tensors = stale._made(), state["tensors"]
+    owner, tensors = stale._made(), state.get("tensors", {})
     sizes = [s.size for s in owner.segments]
-    if len(state["begun"]) != len(sizes) or tensors[OWNED].numel() != sum(sizes) + 1:
+    if len(state["begun"]) != len(sizes) or OWNED not in tensors or tensors[OWNED].numel() != sum(sizes) + 1:
         raise AutoparError("what is loaded has parts of other parameters: it is of another model")
     keys = state_keys(stale.optimizer)
     parts = {name: _parts(flat, sizes) for name, flat in tensors.items()}
