@@ -20,7 +20,7 @@ from autopar.costs.budget import DefaultBudget, naming_default, reserve_of
 from autopar.costs.cluster import Cluster
 from autopar.costs.device import Device
 from autopar.costs.memory import parse_bytes
-from autopar.errors import PlanError
+from autopar.errors import PassError, PlanError
 from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
@@ -227,7 +227,7 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
     """Run the passes; the graph is copied once, and verified after each. With microbatches the result is of one.
 
     Raises:
-        PlanError: the plan is for another program.
+        PlanError: the plan is for another program, or was read from a file whose layouts fit no graph.
         ValueError: the program leaves blocks out.
         PassError: a pass left an invalid graph.
     """
@@ -241,7 +241,15 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
         require_early_backward(program)
     # Microbatches first: passes see the shapes that run. The inner plan is that of the devices of one stage.
     part = microbatch_program(program, plan.microbatches, deterministic=replicate_random in passes)
-    local = run_passes(part, plan.inner, passes)
+    try:
+        local = run_passes(part, plan.inner, passes)
+    except PassError as e:
+        if not plan.certificate.claimed:
+            raise
+        raise PlanError(
+            f"the plan was read from a file, and its layouts fit no graph: {e}; plan again, and if that fails, too, "
+            "report it"
+        ) from e
     require_apart(local, plan)
     return local
 

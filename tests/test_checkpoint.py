@@ -206,7 +206,9 @@ def test_a_damaged_manifest_is_an_error(tmp_path: Path) -> None:
         (("values", "groups"), 3, r"values: Expected `object`, got `int` - at `\$.groups`"),
         (("values", "model"), {"list": []}, r"values: Expected `object`, got `array` - at `\$.model`"),
         (("values", "alike"), 1.5, r"values: Expected `array`, got `float` - at `\$.alike`"),
-        (("step",), float("inf"), "cannot convert float infinity to integer"),
+        (("step",), float("inf"), r"Expected `int`, got `float` - at `\$.step`"),
+        (("world",), 0, r"Expected `int` >= 1 - at `\$.world`"),
+        (("tensors",), {"model.bias": []}, r"Expected `array` of length >= 1 - at `\$.tensors\[...\]`"),
     ],
 )
 def test_a_manifest_that_somebody_has_written(tmp_path: Path, path: tuple[str, ...], value: Any, message: str) -> None:
@@ -214,6 +216,20 @@ def test_a_manifest_that_somebody_has_written(tmp_path: Path, path: tuple[str, .
     model, _ = trained(0)
     change(checkpoint.save(tmp_path, model).folder / folders.MANIFEST, path, value)
     with pytest.raises(ValueError, match=r"autopar\.json is damaged: .*" + message):
+        checkpoint.load(tmp_path, model)
+
+
+def test_a_manifest_with_a_schedulers_state_of_another_type(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    file = checkpoint.save(tmp_path, model, optimizer, scheduler=scheduler).folder / folders.MANIFEST
+    change(file, ("values", "stateful"), {"dict": [["scheduler", 3]]})
+    with pytest.raises(
+        AutoparError, match="another model, optimizer or loop: scheduler= is a int there and a dict here"
+    ):
+        checkpoint.load(tmp_path, model, optimizer, scheduler=scheduler)
+    change(file, ("values", "extra"), {"x" * 5000: 1})
+    with pytest.raises(ValueError, match=r"is damaged: .*KeyError: 'x{100,200}$"):
         checkpoint.load(tmp_path, model)
 
 

@@ -15,6 +15,7 @@ import datetime
 import functools
 import gc
 import io
+import multiprocessing.queues
 import os
 import queue
 import random
@@ -24,6 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import get_ident
 from types import ModuleType
@@ -93,6 +95,10 @@ _BETWEEN_THREADS = (
     (threading.Barrier, ("wait",)),
     (threading.Thread, ("start", "join")),
     (queue.Queue, ("put", "put_nowait", "get", "get_nowait", "qsize", "empty", "full", "join", "task_done")),
+    (multiprocessing.queues.Queue, ("put", "put_nowait", "get", "get_nowait", "qsize", "empty", "full")),
+    (multiprocessing.queues.JoinableQueue, ("put", "join", "task_done")),
+    (multiprocessing.queues.SimpleQueue, ("put", "get", "empty")),
+    (Connection.__bases__[0], ("send", "send_bytes", "recv", "recv_bytes", "recv_bytes_into", "poll")),
 )
 """What threads tell one another by; a graph does none of it again, and nobody would be woken."""
 

@@ -61,6 +61,11 @@ def read_text(path: str | Path, most: int, *, follow: bool = True) -> str:
         raise ValueError(f"{path}: not a text file in UTF-8, {e.reason} at byte {e.start}; give another file") from e
 
 
+def brief(text: str) -> str:
+    """Of what a file says, as much as an error quotes: a name there may be as long as the file."""
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
+
+
 def _require_regular(path: str | Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
+from autopar.errors import PlanError
 from autopar.ir.graph import computed_from, dependent_on, module_path
 from autopar.ir.program import Program, is_hoisted
 
@@ -105,16 +106,20 @@ def cuts_at(program: Program, forward: set[fx.Node], modules: Sequence[str]) -> 
         modules: the first module of each of these stages.
 
     Raises:
-        ValueError: a module does not exist or computes nothing, or the modules are not in the order of the forward
+        PlanError: a module does not exist or computes nothing, or the modules are not in the order of the forward
             pass.
     """
     first = starts(program, forward)
     unknown = [m for m in modules if m not in first]
     if unknown:
-        raise ValueError(f"a stage begins at {unknown[0]!r}, which is no module of the model that computes anything")
+        raise PlanError(
+            f"a stage of the plan begins at {unknown[0]!r}, which is no module of the model that computes anything; "
+            "plan again"
+        )
     cuts = [first[m] for m in modules]
     if sorted({0, *cuts}) != [0, *cuts]:
-        raise ValueError(
-            f"stages begin at {', '.join(modules)}, which is not the order in which the model computes them"
+        raise PlanError(
+            f"stages of the plan begin at {', '.join(modules)}, which is not the order in which the model computes "
+            "them; plan again"
         )
     return cuts

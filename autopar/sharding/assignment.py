@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from autopar.costs.read_file import brief
 from autopar.errors import PlanError
 from autopar.ir.graph import Value, is_backward, producer, user_line
 from autopar.ir.layout import Layout, TensorType, divides, replicated
@@ -191,7 +192,9 @@ def _operator(
     try:
         into, made = combine(operator, names)
     except KeyError as e:
-        raise PlanError(f"the plan wants strategy {e} of {node.target} (node {node.name}), which has none such") from e
+        raise PlanError(
+            f"the plan wants strategy {brief(str(e))} of {node.target} (node {node.name}), which has none such"
+        ) from e
     # A plan of another program, or edited by hand, may name strategies that do not divide.
     uneven = _uneven(operator, names, plan.axis_sizes)
     if uneven is not None:

@@ -159,6 +159,7 @@ def step_facts(timeline: Timeline, plan: Plan) -> dict[str, Any]:
     for task in timeline.tasks:
         if task.category == COMMUNICATION:
             communication[task.stream] += task.seconds
+    inside = timeline.busy[0] + timeline.exposed_communication[0]
     return {
         "step_seconds": timeline.step_seconds,
         "predicted_step_seconds": plan.predicted.step_seconds,
@@ -166,5 +167,6 @@ def step_facts(timeline: Timeline, plan: Plan) -> dict[str, Any]:
         "busy_seconds": timeline.busy[0],
         "communication_seconds": communication,
         "exposed_communication_seconds": timeline.exposed_communication[0],
+        "waiting_seconds": max(0.0, timeline.step_seconds - inside),
         "peak_memory_bytes": timeline.peak_memory(0),
     }

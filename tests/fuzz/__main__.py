@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.fuzz.case import BY_NAME, OUTPUT, SIGNATURE, Case, draw, from_json
+from tests.fuzz.files.kinds import KINDS
+from tests.fuzz.files.run import files
 from tests.fuzz.judge import Outcome, plan_of
 from tests.fuzz.ranks import RankPool
 from tests.fuzz.render import script
@@ -64,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if options.mode == "files":
+        _change_files(options, folder)
+        return
     tally, end = Tally(), time.monotonic() + 60 * options.minutes
     pool = RankPool(options.timeout) if options.mode == "ranks" else Pool(options.mode, options.jobs)
     second = pool if isinstance(pool, RankPool) else Pool(options.mode, 1)
@@ -80,16 +86,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(tally.as_dict(), indent=1) if options.json else _table(tally, options.table))
 
 
+def _change_files(options: argparse.Namespace, folder: Path) -> None:
+    """So many files of each kind; a case of a kind is given by its seed."""
+    logging.getLogger("autopar").setLevel(logging.CRITICAL)  # each entry of the cache that is refused is logged
+    end = time.monotonic() + 60 * options.minutes
+    for kind in options.only or KINDS:
+        kinds: Counter[str] = Counter()
+        details: Counter[tuple[str, str]] = Counter()
+        for seed, outcome in files(kind, range(options.seed, options.seed + options.count), folder):
+            kinds[outcome.kind] += 1
+            details[outcome.kind, outcome.detail] += 1
+            if outcome.kind not in ("equal", "error"):
+                print(f"{kind} {seed}: {outcome.kind} {outcome.detail}\n{outcome.text}", flush=True)
+            if time.monotonic() > end:
+                break
+        rows = [{"kind": k, "detail": d, "files": n} for (k, d), n in details.most_common()]
+        (folder / f"{kind}.json").write_text(json.dumps(rows, indent=1))
+        print(kind, dict(kinds), flush=True)
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--mode", choices=("one", "plans", "ranks"), default="one")
+    parser.add_argument("--mode", choices=("one", "plans", "ranks", "files"), default="one")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--folder", default="/tmp/fuzz", help="for scripts of failing cases and the summary")
     parser.add_argument("--table", type=int, default=0, help="so many cases of each feature alone, as a table")
-    parser.add_argument("--only", nargs="*", default=(), help="features of every case")
+    parser.add_argument("--only", nargs="*", default=(), help="features of every case; kinds of files")
     parser.add_argument("--avoid", nargs="*", default=(), help="features of no case")
     parser.add_argument("--shrink", nargs="*", default=("wrong", "crash"), help="kinds that are shrunk")
     parser.add_argument("--timeout", type=float, default=60, help="seconds of a case on ranks")

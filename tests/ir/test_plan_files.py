@@ -22,6 +22,8 @@ WRONG: list[Any] = [
     {"a": {"b": []}}, "R",
 ]  # fmt: skip
 
+TOLD: dict[str, Any] = {"loss_fn": lambda o, _: o.square().mean()}
+
 
 @pytest.fixture(scope="module")
 def data() -> dict[str, Any]:
@@ -87,6 +89,68 @@ def test_a_plan_that_has_lost_a_parameter_is_refused() -> None:
     del plan["parameters"]["bias"]
     with pytest.raises(PlanError, match="the plan says nothing of parameter 'bias', which the model has; plan again"):
         Plan.from_dict(plan).check(nn.Linear(8, 8), batch, **told)
+
+
+@pytest.fixture(scope="module")
+def staged() -> dict[str, Any]:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    pins = {"stages": 2, "stage_axis": "a", "microbatches": 2, "schedule": "1f1b"}
+    plan = autopar.plan(
+        layers, (torch.zeros(8, 8),), cluster="h100", axes={"a": 2, "b": 2}, **TOLD, search=autopar.Search(pins=pins)
+    )
+    return plan.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("pipeline", "axis"), "c", r"pipeline\.axis is 'c', and there are 2 stages: expected an axis among a, b"),
+        (("stages",), [["0"]], r"there are 1 stages: expected"),
+        (("stages",), [["0"], ["1"], ["2"]], r"there are 3 stages: expected an axis among a, b whose size divides"),
+        (("stages",), [], r"length >= 1 - at `\$\.stages`"),
+        (("stages",), [["0"], []], r"length >= 1 - at `\$\.stages\[1\]`"),
+        (("pipeline",), None, "there are 2 stages and no pipeline"),
+        (("parameters", "0.weight"), ["@2", "R"], r"parameters '0\.weight' is @2 along axis 'a'"),
+        (("parameters", "0.weight"), ["@0", "@0"], r"parameters '0\.weight' is @0 along axis 'b'"),
+        (("batch", "0"), ["S(0)", "R"], r"batch '0' is S\(0\.0\) along axis 'a'"),
+        (("choices", "f"), ["x", "R"], r"choices 'f' is 'x' along axis 'a': expected R"),
+    ],
+)  # fmt: skip
+def test_stages_of_a_file_fit_together(staged: dict[str, Any], path: tuple[str, ...], value: Any, message: str) -> None:
+    changed = copy.deepcopy(staged)
+    holder = changed
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    with pytest.raises(PlanError, match=message):
+        Plan.from_dict(changed)
+
+
+def test_stages_that_begin_nowhere_are_the_plans_fault(staged: dict[str, Any]) -> None:
+    model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), (torch.zeros(8, 8),)
+    for stages, message in (
+        ([["0"], ["x"]], "a stage of the plan begins at 'x', which is no module"),
+        ([["0"], ["0", "1"]], "stages of the plan begin at 0, which is not the order"),
+    ):
+        plan = Plan.from_dict({**staged, "stages": stages})
+        with pytest.raises(PlanError, match=message):
+            autopar.verify(model, batch, dict(plan.axes), **TOLD, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("consumer", "message"),
+    [(["S(7)"], "layouts fit no graph: .*cannot have the layout"), (["R" * 5000], "not a placement")],
+)
+def test_layouts_of_a_file_that_fit_no_graph_are_the_plans_fault(consumer: list[str], message: str) -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), (torch.ones(8, 8),)
+    search = autopar.Search(recipe="ddp")
+    data = autopar.plan(model, batch, cluster="h100", axes={"a": 2}, **TOLD, search=search).to_dict()
+    (name,) = [n for n in data["choices"] if "forward tanh" in n]
+    data["consumer_layouts"][f"{name} 0"] = consumer
+    data["forced_consumer_layouts"] = [f"{name} 0"]
+    with pytest.raises(PlanError, match=message) as raised:
+        autopar.verify(model, batch, {"a": 2}, **TOLD, plan=Plan.from_dict(data))
+    assert len(str(raised.value)) < 1000
 
 
 def test_what_a_file_says_is_a_claim(data: dict[str, Any]) -> None:

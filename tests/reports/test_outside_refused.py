@@ -6,6 +6,7 @@ import datetime
 import gc
 import io
 import logging
+import multiprocessing
 import os
 import queue
 import random
@@ -24,6 +25,8 @@ from torch import Tensor
 import autopar
 from autopar.errors import CaptureError
 from tests.reports.test_outside_state import BYTES, Scaled, X, assert_equal
+
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def draw_twice(m: Any) -> Any:
@@ -289,3 +292,44 @@ def test_messages_to_other_threads_in_forward(does: Callable[[Any], Any]) -> Non
 
     with pytest.raises(CaptureError, match=r"deals with other threads in forward \(\w+.\w+ at .*test_outside_refused"):
         autopar.parallelize(Tells().double(), None)(X)
+
+
+@pytest.mark.parametrize(
+    "made", [queue.SimpleQueue, SPAWN.Queue, SPAWN.SimpleQueue, SPAWN.JoinableQueue, lambda: SPAWN.Pipe()[0]]
+)
+def test_messages_by_other_queues_in_forward(made: Callable[[], Any]) -> None:
+    class Tells(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = torch.nn.Linear(4, 4)
+            self.kept = {"messages": made()}
+
+        def forward(self, x: Tensor) -> Tensor:
+            messages = self.kept["messages"]
+            messages.send(1) if hasattr(messages, "send") else messages.put(1)
+            return self.lin(x).sum()
+
+    model = Tells()
+    own = model.kept["messages"]
+    with pytest.raises(CaptureError, match=r"deals with other threads in forward \(.*(put|send)"):
+        autopar.parallelize(model, None)(torch.ones(2, 4))
+    assert model.kept["messages"] is own
+
+
+def test_a_simple_queue_is_there_for_other_threads_meanwhile() -> None:
+    model = Watched().double()
+    simple: Any = queue.SimpleQueue()
+    model.batches = simple
+    model.turn.acquire()
+    model.done.acquire()
+
+    def work() -> None:
+        model.turn.acquire(timeout=60)
+        model.batches.put(3)
+        model.done.release()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    autopar.parallelize(model, None)(X)
+    thread.join()
+    assert model.batches is simple and simple.get() == 3 and simple.empty()

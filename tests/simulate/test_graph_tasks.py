@@ -12,6 +12,7 @@ import autopar
 from autopar.compiler import rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import PlanError
+from autopar.explain.tables.simulation import step_table
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.simulate import COMMUNICATION, COMPUTE, Timeline, simulate
@@ -47,6 +48,17 @@ def test_kernels_and_collectives_are_those_that_were_planned(recipe: str) -> Non
     assert facts["predicted_step_seconds"] == plan.predicted.step_seconds
     inside = facts["busy_seconds"] + facts["exposed_communication_seconds"]
     assert inside == pytest.approx(timeline.step_seconds, rel=1e-9)
+
+
+def test_figures_of_a_step_add_up_to_it() -> None:
+    """Where the host takes longer to launch kernels than they take."""
+    local, plan = planned("mlp", "ddp", {"a": 4})
+    timeline = simulate([replace(task, host=1e-3) for task in emitted(local, plan)])
+    facts = step_facts(timeline, plan)
+    parts = ("busy_seconds", "exposed_communication_seconds", "waiting_seconds")
+    assert sum(facts[part] for part in parts) == pytest.approx(facts["step_seconds"], rel=1e-9)
+    assert facts["waiting_seconds"] > 0.5 * facts["step_seconds"]
+    assert f"waits         {facts['waiting_seconds'] * 1e3:.3g}" in step_table(facts)
 
 
 def beside(timeline: Timeline, move: int) -> bool:

@@ -173,11 +173,11 @@ class Record:
                 self._tracked.pop((module, (*path, step)), None)
 
     def guard_iterators(self) -> None:
-        """Put a `Driven` in place of iterators: how far a call takes them cannot be undone."""
+        """Put a `Driven` in place of iterators and simple queues: how far a call takes them cannot be undone."""
         for module, path, container, before in self._containers:
             for step, value in before.items() if not isinstance(container, _FIXED) else ():
                 if is_driven(value):
-                    put(container, step, Driven(name_of(module, (*path, step))))
+                    put(container, step, Driven(name_of(module, (*path, step)), value))
 
     def changed_numbers(self) -> list[tuple[str, Path]]:
         """Paths of plain numbers that have changed since, to plain numbers."""

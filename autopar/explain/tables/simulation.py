@@ -60,6 +60,7 @@ def step_table(facts: Mapping[str, Any], width: int = 100) -> str:
         ("computes", format_seconds(facts["busy_seconds"])),
         ("communicates", sums or "never"),
         ("exposed", f"{format_seconds(facts['exposed_communication_seconds'])} of it, not overlapped with compute"),
+        ("waits", f"{format_seconds(facts['waiting_seconds'])} for the host, which launches kernels, and for copies"),
         ("peak memory", format_bytes(sum(peak.values()))),
         *((f"  {name}", format_bytes(size)) for name, size in sorted(peak.items(), key=lambda x: -x[1]) if size),
     ]

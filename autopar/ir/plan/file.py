@@ -16,9 +16,9 @@ import msgspec
 
 from autopar.costs.cluster import Cluster
 from autopar.costs.mixed.shares import Shares
-from autopar.costs.read_file import MIB, read_text
+from autopar.costs.read_file import MIB, brief, read_text
 from autopar.errors import PlanError
-from autopar.ir.layout import parse_placement
+from autopar.ir.layout import At, Layout, Partial, Replicate, Split, parse_placement
 from autopar.ir.plan import (
     BY_AXES,
     INTERRUPTED,
@@ -113,11 +113,13 @@ def from_data(data: Any) -> Plan:
     if not isinstance(data, dict) or "autopar_plan" not in data:
         raise PlanError("this is no plan of autopar; save one with Plan.save or `autopar plan --save`")
     if data["autopar_plan"] not in (1, VERSION):
-        raise PlanError(f"version {data['autopar_plan']} of the format, this autopar reads 1 to {VERSION}; plan again")
+        raise PlanError(
+            f"version {brief(str(data['autopar_plan']))} of the format, this autopar reads 1 to {VERSION}; plan again"
+        )
     try:
         return _parse(_of_version_1(data) if data["autopar_plan"] == 1 else data)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, msgspec.ValidationError) as e:
-        raise PlanError(f"corrupt: {type(e).__name__}: {e}; save it again with Plan.save") from e
+        raise PlanError(f"corrupt: {type(e).__name__}: {brief(str(e))}; save it again with Plan.save") from e
 
 
 _METHODS = {
@@ -172,7 +174,7 @@ class _File:
     certificate: Certificate
     predicted: Predicted
     modules: tuple[ModuleRow, ...]
-    stages: tuple[tuple[str, ...], ...]
+    stages: Annotated[tuple[Annotated[tuple[str, ...], msgspec.Meta(min_length=1)], ...], msgspec.Meta(min_length=1)]
     microbatches: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1
     shares: Shares | None = None
     overlap: bool = False
@@ -237,11 +239,41 @@ def _parse(data: dict[str, Any]) -> Plan:
     groups = kept.pop("stage_groups") or ("",) * len(file.stages)
     stages = tuple(Stage(modules, group) for modules, group in zip(file.stages, groups, strict=True))
     kept |= {"stages": stages, "certificate": replace(certificate, claimed=True)}
-    if file.pipeline is not None and file.pipeline.places:
-        devices = file.axes.get(file.pipeline.axis, 0)
-        if sorted(file.pipeline.places) != list(range(devices)):
-            raise ValueError(f"pipeline.places are {file.pipeline.places}: expected 0 to {devices - 1} in any order")
+    _require_stages(file, layouts)
     return Plan(**layouts, **kept)
+
+
+def _require_stages(file: _File, layouts: Mapping[str, Mapping[str, Layout]]) -> None:
+    """Raise if what the file says of stages does not fit together; in a stage nothing reads their axis."""
+    pipeline, names = file.pipeline, list(file.axes)
+    if pipeline is not None:
+        devices = file.axes.get(pipeline.axis, 0)
+        if not devices or len(file.stages) % devices or len(file.stages) == 1:
+            raise ValueError(
+                f"pipeline.axis is {pipeline.axis!r}, and there are {len(file.stages)} stages: expected an axis among "
+                f"{', '.join(names)} whose size divides their number, which is 2 or more"
+            )
+        if pipeline.places and sorted(pipeline.places) != list(range(devices)):
+            raise ValueError(f"pipeline.places are {pipeline.places}: expected 0 to {devices - 1} in any order")
+    elif len(file.stages) > 1:
+        raise ValueError(f"there are {len(file.stages)} stages and no pipeline, which says how they run")
+    sizes = list(file.axes.values())
+    index = -1 if pipeline is None else names.index(pipeline.axis)
+    wrong = [
+        f"{table} {name!r} is {placement} along axis {names[i]!r}"
+        for table, rows in layouts.items()
+        for name, row in rows.items()
+        for i, placement in enumerate(row)
+        if (i == index and isinstance(placement, Split | Partial))
+        or (isinstance(placement, At) and not (i == index and 0 <= placement.index < sizes[i]))
+    ]
+    wrong += [
+        f"choices {name!r} is {row[index]!r} along axis {names[index]!r}"
+        for name, row in file.choices.items()
+        if index >= 0 and row[index] != str(Replicate())
+    ]
+    if wrong:
+        raise ValueError(f"{wrong[0]}: expected R or a device's @number along the axis of stages, and @ nowhere else")
 
 
 def _names(kind: type) -> set[str]:

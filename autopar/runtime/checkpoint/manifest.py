@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 import torch
 
+from autopar.costs.read_file import brief
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint import values
 
@@ -103,8 +104,18 @@ def _kinds(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
     return {n: [str(t.dtype).removeprefix("torch."), *map(int, t.shape)] for n, t in tensors.items()}
 
 
+class _Content(TypedDict):
+    """What a file holds, in the types that JSON has, which a digest says nothing of."""
+
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    world: Annotated[int, msgspec.Meta(ge=1)]
+    generators: list[str]
+    tensors: dict[str, Annotated[list[str | int], msgspec.Meta(min_length=1)]]
+    values: dict[str, Any]
+
+
 class _Values(TypedDict):
-    """Of which types values are, which a digest says nothing of."""
+    """Of which types values are."""
 
     model: dict[str, Any]
     stateful: dict[str, Any]
@@ -149,16 +160,16 @@ class Manifest:
                 raise ValueError("it is not what was written")
             if found["autopar_checkpoint"] != VERSION:
                 raise ValueError(f"it is of version {found['autopar_checkpoint']!r}, and this autopar reads {VERSION}")
-            plain = {n: values.loads(json.dumps(v), f"{n} in {file}") for n, v in found["values"].items()}
-            tensors = {str(n): [str(dtype), *map(int, shape)] for n, (dtype, *shape) in found["tensors"].items()}
-            names = tuple(map(str, found["generators"]))
+            content = msgspec.convert(found, _Content)
+            plain = {n: values.loads(json.dumps(v), f"{n} in {file}") for n, v in content["values"].items()}
             try:
                 msgspec.convert(plain, _Values)
             except msgspec.ValidationError as e:
                 raise ValueError(f"values: {e}") from None
-            return cls(file, int(found["step"]), int(found["world"]), names, tensors, plain)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
-            raise ValueError(f"{file} is damaged: {type(e).__name__}: {e}") from None
+            names, tensors = tuple(content["generators"]), content["tensors"]
+            return cls(file, content["step"], content["world"], names, tensors, plain)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            raise ValueError(f"{file} is damaged: {type(e).__name__}: {brief(str(e))}") from None
 
     def check(
         self, own: Mapping[str, torch.Tensor], plain: Mapping[str, Collection[str]], stateful: Mapping[str, Any]
@@ -168,7 +179,7 @@ class Manifest:
         Args:
             own: tensors of model, optimizer and further objects.
             plain: names of what else the ``model`` has, and of what the ``optimizer`` has a state of, if there is one.
-            stateful: further objects, by name.
+            stateful: further objects, by name; each is given what ``state_dict()`` of its kind gives.
 
         Raises:
             AutoparError: they differ; names the first.
@@ -185,9 +196,15 @@ class Manifest:
         wrong += [f"{n} is {saved[n]} there and {d} here" for n, d in described.items() if saved.get(n, d) != d]
         for kind, names in plain.items():
             wrong += [f"this {kind} has no {n}" for n in self.values.get(kind, {}) if n not in names]
-        wrong += [f"it has no {n}=" for n in stateful if n not in self.values["stateful"]]
+        others = self.values["stateful"]
+        wrong += [f"it has no {n}=" for n in stateful if n not in others]
+        wrong += [
+            f"{n}= is a {type(others[n]).__name__} there and a dict here"
+            for n, given in stateful.items()
+            if n in others and isinstance(given.state_dict(), dict) > isinstance(others[n], dict)
+        ]
         if wrong:
             more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
             raise AutoparError(
-                f"{self.file.parent} is of another model, optimizer or loop: {'; '.join(wrong[:3])}{more}"
+                f"{self.file.parent} is of another model, optimizer or loop: {'; '.join(map(brief, wrong[:3]))}{more}"
             )

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopar.costs.read_file import brief
+
 LARGEST = 2**20
 """Bytes of a tensor among values: large ones belong to the model or the optimizer."""
 
@@ -39,7 +41,7 @@ def loads(text: str, what: str) -> Any:
     try:
         return _decoded(json.loads(text), 0)
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError, RuntimeError) as e:
-        raise ValueError(f"{what} is damaged: {type(e).__name__}: {e}") from None
+        raise ValueError(f"{what} is damaged: {type(e).__name__}: {brief(str(e))}") from None
 
 
 def _encoded(value: Any, where: str, depth: int) -> Any:

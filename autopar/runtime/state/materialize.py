@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from autopar.costs.read_file import MIB, read_text
+from autopar.costs.read_file import MIB, brief, read_text
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, TensorType, is_held, local_shape, replicated
 from autopar.runtime.dtensor import block_ranges, local_block, plain_type, stored, stored_block, to_local
@@ -134,7 +134,7 @@ class _Files:
         if known is None:
             raise AutoparError(
                 f"{self.path} has no tensor {name!r}, which the model needs; it has {len(self.files)} tensors, "
-                f"such as {', '.join(sorted(self.files)[:3])}; rename them, or pass a function as init="
+                f"such as {', '.join(map(brief, sorted(self.files)[:3]))}; rename them, or pass a function as init="
             )
         if not is_held(layout, context.coordinates[: len(layout)]):
             return torch.empty((0, *local_shape(type_, layout, context.sizes)[1:]), dtype=dtype)
@@ -203,7 +203,7 @@ def _files_of_index(index: Path) -> dict[str, Path]:
     try:
         table = msgspec.json.decode(read_text(index, MOST_BYTES), type=_Index).weight_map
     except (ValueError, RecursionError, msgspec.MsgspecError) as e:
-        raise AutoparError(f"{index} is no index of safetensors: {e}; download it again") from e
+        raise AutoparError(f"{index} is no index of safetensors: {brief(str(e))}; download it again") from e
     files = {name: _beside(index, name) for name in sorted(set(table.values()))}
     return {name: files[file] for name, file in table.items()}
 
@@ -212,8 +212,9 @@ def _beside(index: Path, name: str) -> Path:
     """The file of this name in the folder of the index, which must not lead out of it."""
     file = index.parent / name
     if name != Path(name).name or "\\" in name or "\0" in name or len(os.fsencode(name)) > LONGEST_NAME:
-        short = name if len(name) <= 100 else f"{name[:100]}..."
-        raise AutoparError(f"{index} names {short!r}, which is no name of a file beside it; download the folder again")
+        raise AutoparError(
+            f"{index} names {brief(name)!r}, which is no name of a file beside it; download the folder again"
+        )
     # The cache of Hugging Face has links in the folder of a revision, into the blobs of the same model.
     blobs = index.parent.resolve().parent.parent / "blobs"
     if file.is_symlink() and file.resolve().parent != blobs:
@@ -239,7 +240,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as e:
-        raise AutoparError(f"cannot read {path} as safetensors: {e}; download it again") from e
+        raise AutoparError(f"cannot read {path} as safetensors: {brief(str(e))}; download it again") from e
 
 
 def rebuild_buffers(model: nn.Module, fill: Callable[[str, torch.Tensor], Any] | None, device: torch.device) -> None:

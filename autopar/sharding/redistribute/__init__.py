@@ -278,8 +278,11 @@ class Redistributions(MoveSeconds):
         """The cheapest moves from ``source`` to ``target``.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are none, or the tensor cannot have one of the layouts.
         """
+        strange = [layout for layout in (source, target) if layout not in self.index]
+        if strange:
+            raise ValueError(f"{self.type} cannot have the layout {strange[0]}")
         arcs = self._paths.path(self.index[source], self.index[target])
         if not arcs and source != target:
             raise ValueError(f"no way to redistribute {self.type} from {source} to {target}")
