@@ -57,6 +57,7 @@ from autopar._torch_compat.dtensor_handlers import (
 )
 from autopar._torch_compat.interpreter import interpreted, interpreter_takes, interpreting, is_boxed, said_by_kernel
 from autopar._torch_compat.operators import (
+    are_all_true,
     attention_kernel,
     below_autograd,
     hooks_of_all_modules,
@@ -101,6 +102,7 @@ __all__ = [
     "TorchDispatchMode",
     "TracingContext",
     "aot_export_joint_with_descriptors",
+    "are_all_true",
     "asks_subclasses",
     "assign_in_parametrizations",
     "associative_scan_as",

@@ -21,6 +21,9 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 is_all_true = torch._is_all_true
 """What `torch.distributions` asks of the values that it is given."""
 
+are_all_true = torch.Tensor._is_all_true
+"""What ``torch._check_tensor_all`` asks of its condition, as a tensor."""
+
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors among arguments, or results, of an operator, in their order."""

@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch_compat import (
     BatchNorm,
     TorchDispatchMode,
+    are_all_true,
     is_all_true,
     is_traced,
     is_transformed,
@@ -44,7 +45,7 @@ from autopar._torch_compat import (
     without_modes,
 )
 from autopar.capture.functions.drawing import DRAWING, drawn
-from autopar.capture.functions.formulas import BINCOUNT, BY_FORMULA, bincount, checked_matrices, gaussian_nll_loss
+from autopar.capture.functions.formulas import BY_FORMULA, CHECKED, checked_matrices
 from autopar.capture.functions.kinds import is_leaf
 from autopar.capture.functions.padded_encoder import padded_with_zeros
 from autopar.capture.origins import user_frame
@@ -121,6 +122,12 @@ _READS_VALUES = frozenset(
     }
 )
 """Of a tensor that is no part of the trace, which the graph is for: its values are looked at as they are."""
+
+_ALL_TRUE = {
+    is_all_true: ("a distribution of torch.distributions", "values that its constraints refuse"),
+    are_all_true: ("a check (torch._check_tensor_all)", "a condition that does not hold"),
+}
+"""Questions that are asked to raise if the answer is no, and what is said then."""
 
 _BY_FORMAT = frozenset({functional.batch_norm, torch.batch_norm, torch.roll, torch.Tensor.roll})
 """Functions whose CPU kernels give the memory format that their argument suggests; fake tensors say otherwise.
@@ -264,11 +271,9 @@ class Intercepts(TorchFunctionMode):
             _refuse_reading(name, args[0])
         if func in _READS_VALUES and not is_traced(args[0]):
             return _values(func, args, kwargs or {})
-        if func is is_all_true and is_traced(args[0]):
-            self._refuse(
-                args[0].logical_not(), "a distribution of torch.distributions", "values that its constraints refuse"
-            )
-            return True
+        if func in _ALL_TRUE and is_traced(args[0]):
+            self._refuse(args[0].logical_not(), *_ALL_TRUE[func])
+            return True if func is is_all_true else torch.ones((), dtype=torch.bool)
         if func is torch.Tensor.__deepcopy__:
             _refuse_copy(args[0])
         if args and (_IN_PLACE.fullmatch(func.__name__) or func.__name__ in _ITEMS):
@@ -277,10 +282,8 @@ class Intercepts(TorchFunctionMode):
         refuse_foreign_tensors(args, torch.is_grad_enabled() and not _drops_gradient(func), self._name_of)
         if func in BY_FORMULA:
             return BY_FORMULA[func](*args, **(kwargs or {}))
-        if func is functional.gaussian_nll_loss:
-            return gaussian_nll_loss(self._refuse, *args, **(kwargs or {}))
-        if func in BINCOUNT:
-            return bincount(self._refuse, *args, **(kwargs or {}))
+        if func in CHECKED:
+            return CHECKED[func](self._refuse, *args, **(kwargs or {}))
         if func in DRAWING:
             return drawn(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))

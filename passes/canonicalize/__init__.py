@@ -10,6 +10,7 @@ from autopar.passes.canonicalize.masks import masks_by_function
 from autopar.passes.canonicalize.operators import canonicalize
 from autopar.passes.canonicalize.reverse_scans import reverse_scans
 from autopar.passes.canonicalize.rng import canonicalize_random
+from autopar.passes.canonicalize.short_rows import lengthen_rows
 from autopar.passes.canonicalize.strides import canonicalize_strides
 from autopar.passes.canonicalize.tables import cut_tables
 from autopar.passes.canonicalize.terms import cut_terms
@@ -23,5 +24,5 @@ def canonical(program: Program) -> Program:
     """
     program = masks_by_function(canonicalize_attention(canonicalize_strides(program)))
     program = cut_terms(canonicalize(canonicalize_random(program)))
-    program = reverse_scans(cut_tables(merge_windows(program)))
+    program = reverse_scans(cut_tables(lengthen_rows(merge_windows(program))))
     return route_experts(fuse_cross_entropy(program))

@@ -167,6 +167,38 @@ def test_counts_beyond_their_length() -> None:
         parallelize(Counted(), None)(batch(0))
 
 
+class Placed(Looks):
+    """Rows in the places of a mask, of which there may be too few, or another number."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        mask = x.new_ones(len(x), dtype=torch.bool) & (x == x)[:, 0]
+        if self.how == "check":
+            torch._check_tensor_all(x.sum() < x.sum())
+        if self.how == "scatter":
+            h = h.masked_scatter(mask[:, None], h[1:].tanh())
+        if self.how == "assign":
+            h[mask] = torch.cat([h, h])
+        return h.sum()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("check", "a check (torch._check_tensor_all) was given a condition that does not hold"),
+        ("scatter", "torch.masked_scatter was given"),
+        ("assign", "tensor[mask] = values was given"),
+    ],
+)
+def test_what_is_checked_after_the_step(how: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parallelize(Placed(how), None)(batch(0))
+
+
 class Listed(Looks):
     """Has constants in a list: one whose values it looks at, and one that it computes with."""
 

@@ -61,6 +61,25 @@ class Shifts(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
+class Pictures(nn.Module):
+    """Features of pictures in the places of tokens, as multimodal models put them there, and rows at the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.vision, self.head = nn.Embedding(16, 8), nn.Linear(5, 8), nn.Linear(8, 16)
+        self.register_buffer("pictures", torch.randn(8, 2, 5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, rows = self.table(tokens), self.vision(self.pictures)
+        shown = tokens >= 10
+        x = x.masked_scatter(shown.unsqueeze(-1).expand_as(x), rows)
+        x[(tokens < 2) | (tokens == 2)] = rows.flatten(0, 1)[:SMALL].tanh()
+        x = x.masked_scatter(x > 1, rows.sin())
+        labels = tokens.masked_scatter(shown, tokens.flip(1))
+        return F.cross_entropy(self.head(x.tanh()).flatten(0, 1), labels.flatten())
+
+
 class Residual(nn.Module):
     """A convolutional network of signals, with strides, dilation and batch norm."""
 
@@ -156,9 +175,13 @@ def _drawn(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+_TOKENS = torch.randint(16, (2, 16), generator=torch.Generator().manual_seed(1))
+SMALL = int((_TOKENS <= 2).sum())
+
 MODELS: dict[str, tuple[type[nn.Module], Tensor]] = {
     "recurrence": (Stack, _drawn(2, 16, 8)),
-    "shifts": (Shifts, torch.randint(16, (2, 16), generator=torch.Generator().manual_seed(1))),
+    "shifts": (Shifts, _TOKENS),
+    "pictures": (Pictures, _TOKENS),
     "selective": (Selective, _drawn(2, 16, 8)),
     "chunks": (Chunks, _drawn(2, 32, 8)),
     "residual": (Residual, _drawn(2, 3, 32)),

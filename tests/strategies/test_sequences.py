@@ -45,7 +45,7 @@ def test_equal_values(name: str, axes: dict[str, int]) -> None:
         report = verify(model().double(), (batch,), axes, plan="random", seed=seed)
         assert report.max_error < 1e-10
         made.append(sends(report.program))
-    assert any(made)
+    assert any(made) or name == "pictures"
 
 
 @pytest.mark.parametrize("recompute", ["search", pytest.param("regather", marks=deep)])
@@ -54,6 +54,7 @@ def test_equal_values(name: str, axes: dict[str, int]) -> None:
     [
         ("recurrence", {"a": 2, "b": 2}),
         ("shifts", {"a": 4}),
+        ("pictures", {"a": 4}),
         *(
             pytest.param(name, axes, marks=deep)
             for name, axes in (("recurrence", {"a": 4}), ("shifts", {"a": 2, "b": 2}))
@@ -71,7 +72,7 @@ def test_every_part_of_a_sequence_stays_where_it_is(name: str, axes: dict[str, i
         plan=plan(model().double(), (batch,), cluster="h100", axes=axes, search=search),
     )
     assert report.max_error < 1e-10
-    assert sends(report.program) >= len(axes) * 3
+    assert sends(report.program) >= len(axes) * 3 or name == "pictures"
     parameters = max(p.numel() for p in model().parameters())
     for node in report.program.graph.graph.nodes:
         made = info(node).collective

@@ -95,7 +95,9 @@ def test_distributions_ask_whether_all_values_are_valid() -> None:
 
     with Watch():
         torch.distributions.Normal(torch.zeros(2), torch.ones(2), validate_args=True).log_prob(torch.zeros(2))
+        torch._check_tensor_all(torch.ones(2, dtype=torch.bool))
     assert asked.count(compat.is_all_true) == 3
+    assert asked.count(compat.are_all_true) == 1
 
 
 def test_suggest_memory_format() -> None:

@@ -14,7 +14,11 @@ import torch
 from torch.distributions import constraints
 from torch.nn import functional
 
+from autopar._torch_compat import is_transformed
 from autopar.capture.functions.windows import unfold
+
+Refuse = Callable[[torch.Tensor, str, str], None]
+"""Checks that nothing of a tensor is true, given it, the function and its name of such values."""
 
 
 def rms_norm(
@@ -111,7 +115,7 @@ def corrcoef(input: torch.Tensor) -> torch.Tensor:
 
 
 def gaussian_nll_loss(
-    refuse: Callable[[torch.Tensor, str, str], None],
+    refuse: Refuse,
     input: torch.Tensor,
     target: torch.Tensor,
     var: torch.Tensor | float,
@@ -182,7 +186,7 @@ def polygamma_(tensor: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def bincount(
-    refuse: Callable[[torch.Tensor, str, str], None],
+    refuse: Refuse,
     input: torch.Tensor,
     weights: torch.Tensor | None = None,
     minlength: int = 0,
@@ -206,7 +210,122 @@ def bincount(
     return bins.index_add(0, torch.where(outside, 0, input).long(), counted.masked_fill(outside, 0))
 
 
-BINCOUNT = (torch.bincount, torch.Tensor.bincount)
+def _masked_scatter(refuse: Refuse, tensor: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """``aten::masked_scatter``, see `_chosen`."""
+    found = None
+    if not is_transformed(mask):
+        found = _chosen(refuse, tensor, mask, source, "torch.masked_scatter", exact=False)
+    return tensor.masked_scatter(mask, source) if found is None else found
+
+
+def _masked_scatter_(refuse: Refuse, tensor: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The same, in place."""
+    found = None
+    if not is_transformed(mask) and _shape(tensor, mask) == tensor.shape:
+        found = _chosen(refuse, tensor, mask, source, "torch.masked_scatter", exact=False)
+    return tensor.masked_scatter_(mask, source) if found is None else tensor.copy_(found)
+
+
+def _assigned(refuse: Refuse, tensor: torch.Tensor, index: Any, values: Any) -> None:
+    """``tensor[mask] = values``; torch counts the places to trace the gradient of values."""
+    parts: Any = index if isinstance(index, tuple) else (index,)
+    while len(parts) > 1 and (parts[-1] is Ellipsis or (isinstance(parts[-1], slice) and parts[-1] == slice(None))):
+        parts = parts[:-1]
+    found = _by_mask(refuse, tensor, parts, values)
+    if found is None:
+        torch.Tensor.__setitem__(tensor, index, values)
+    else:
+        tensor.copy_(found)
+
+
+def _by_mask(refuse: Refuse, tensor: torch.Tensor, parts: Sequence[Any], values: Any) -> torch.Tensor | None:
+    """A tensor with values in the places of a mask; None: that is something else."""
+    mask = parts[0] if len(parts) == 1 else None
+    if not isinstance(mask, torch.Tensor) or is_transformed(mask) or is_transformed(tensor):
+        return None
+    if mask.dtype != torch.bool or not mask.ndim or mask.shape != tensor.shape[: mask.ndim]:
+        return None
+    rest = tensor.shape[mask.ndim :]
+    shown = mask.reshape(mask.shape + (1,) * len(rest))
+    if isinstance(values, int) or (isinstance(values, float) and tensor.is_floating_point()):
+        return tensor.masked_fill(shown, values)
+    if not isinstance(values, torch.Tensor) or is_transformed(values) or values.dtype != tensor.dtype:
+        return None
+    rows = values.ndim - len(rest)
+    own = values.shape[max(rows, 0) :]
+    if rows > 1 or any(n not in (1, m) for n, m in zip(own, rest[len(rest) - len(own) :], strict=True)):
+        return None
+    if rows < 1 or values.shape[0] == 1:
+        return torch.where(shown, values[0] if rows == 1 else values, tensor)
+    source = values.expand(values.shape[:1] + rest)
+    return _chosen(refuse, tensor, shown, source, "tensor[mask] = values", exact=True)
+
+
+def _chosen(
+    refuse: Refuse, tensor: torch.Tensor, mask: torch.Tensor, source: torch.Tensor, said: str, exact: bool
+) -> torch.Tensor | None:
+    """A tensor with the elements of another one, in order, in the places of a mask.
+
+    Running counts of the mask say which element comes next, and each place reads it there; the operator itself needs
+    all of the mask at once. Where a mask is the same along the last dims, as of tokens, rows are read.
+
+    Args:
+        refuse: as of `gaussian_nll_loss`.
+        tensor: what is there elsewhere.
+        mask: true where elements are put; it and the tensor broadcast.
+        source: the elements.
+        said: which function it is, for the error.
+        exact: whether all elements must be put; else some may be left.
+
+    Returns:
+        None where torch's own operator is traced.
+    """
+    shape = _shape(tensor, mask)
+    wide, ndim = mask.expand(shape), len(shape)
+    while ndim > 1 and (shape[ndim - 1] == 1 or wide.stride(ndim - 1) == 0):
+        ndim -= 1
+    width = math.prod(shape[ndim:])
+    count = source.numel() // width if width else 0
+    if mask.dtype != torch.bool or tensor.dtype != source.dtype or tensor.is_complex() or not (count and ndim):
+        return None
+    rows = source.reshape(-1)[: count * width].reshape(count, width)
+    there = wide
+    for _ in shape[ndim:]:
+        there = there.select(-1, 0)
+    order = _counted(there)
+    lost = there & (order > count)
+    wrong = (there.sum() != count, "another number of") if exact else (lost, "more")
+    refuse(wrong[0], said, f"{count} rows for {wrong[1]} places")
+    at = (order - 1).clamp(0, count - 1)
+    read = functional.embedding(at, rows) if rows.is_floating_point() else rows[at]
+    return torch.where(wide, read.reshape(shape), tensor).contiguous()
+
+
+def _shape(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Size:
+    shapes: Any = (tensor.shape, mask.shape)
+    found: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _counted(mask: torch.Tensor) -> torch.Tensor:
+    """Running counts, or sums, in the order of elements; dim by dim, so that each may be split."""
+    within = mask.cumsum(-1)
+    if mask.ndim == 1:
+        return within
+    each = mask.sum(-1)
+    return within + (_counted(each) - each).unsqueeze(-1)
+
+
+CHECKED: dict[Any, Callable[..., Any]] = {
+    functional.gaussian_nll_loss: gaussian_nll_loss,
+    torch.bincount: bincount,
+    torch.Tensor.bincount: bincount,
+    torch.masked_scatter: _masked_scatter,
+    torch.Tensor.masked_scatter: _masked_scatter,
+    torch.Tensor.masked_scatter_: _masked_scatter_,
+    torch.Tensor.__setitem__: _assigned,
+}
+"""The same of those whose values are checked after the step."""
 
 
 BY_FORMULA: dict[Any, Callable[..., Any]] = {
