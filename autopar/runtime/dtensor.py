@@ -259,3 +259,10 @@ def part_of(tensor: torch.Tensor, type_: TensorType, layout: Layout, context: Me
     if from_placements(type_, tensor.placements, context.sizes) == layout:
         return computed(tensor._local_tensor.detach(), type_, layout, context.sizes).contiguous()
     return local_block(full_tensor(tensor), type_, layout, context.sizes, context.coordinates)
+
+
+def counting_writes(tensor: DTensor) -> DTensor:
+    """A tensor whose ``_version`` is that of the other from now on, and which holds none of its memory."""
+    found: DTensor = tensor.detach()  # type: ignore[assignment]
+    found._local_tensor = tensor._local_tensor.new_empty(0)
+    return found

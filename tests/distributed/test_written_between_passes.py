@@ -19,12 +19,13 @@ WRITTEN = ("up.weight", "up.bias", "down.weight", "down.bias")
 def outcome(model: Any, name: str, batch: dict[str, torch.Tensor]) -> list[torch.Tensor] | str:
     """All gradients after one parameter has been written to between the passes, or which error there was."""
     model.zero_grad()
-    loss = model(**batch)["loss"]
+    result = model(**batch)
     with torch.no_grad():
         if name:
-            (batch[name] if name in batch else model.get_parameter(name)).mul_(0.5)
+            given = {**batch, **result}
+            (given[name] if name in given else model.get_parameter(name)).mul_(0.5)
     try:
-        loss.backward()
+        result["loss"].backward()
     except RuntimeError as e:
         assert ("batch tensor 0" if name == "x" else name) in str(e) or not hasattr(model, "plan")
         return str(e).split(":", maxsplit=1)[0].removesuffix(" ")
@@ -65,7 +66,8 @@ class Shifted(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         h = self.up(x)
-        return {"loss": (gelu(h + self.shift) * gelu(h) * self.scale.view(1, -1) - y).square().mean()}
+        loss = (gelu(h + self.shift) * gelu(h) * self.scale.view(1, -1) - y).square().mean()
+        return {"loss": loss, "hidden": h.detach().view(-1, 4, 4).clone(), "apart": h + 1}
 
 
 def said_of_writes(rank: int) -> dict[tuple[str, bool], str]:
@@ -86,7 +88,7 @@ def said_of_writes(rank: int) -> dict[tuple[str, bool], str]:
             given, mesh, batch, cluster=slow_devices(), search=Search(recipe="ddp"), timeout=WAIT,
             compile=(lambda graph, values: graph.forward) if compiled else None,
         )  # fmt: skip
-        for name in ("shift", "scale", "x"):
+        for name in ("apart", "shift", "scale", "x", "hidden"):  # parameters stay as they are written
             passed = {**batch, "x": distribute_tensor(batch["x"].clone(), mesh, [Shard(0)])}
             found = outcome(model, name, passed)
             if not isinstance(found, str):
@@ -97,10 +99,11 @@ def said_of_writes(rank: int) -> dict[tuple[str, bool], str]:
 
 
 def test_what_graphs_read_again(ranks: Ranks) -> None:
-    """Through views, of the batch, and where compiled graphs recompute what eager mode saves."""
+    """Through views, of the batch, in results, and where compiled graphs recompute what eager mode saves."""
     error = "one of the variables needed for gradient computation has been modified by an inplace operation"
     for said in ranks.run(said_of_writes):
-        assert said.pop(("shift", False)) == "gradients"
+        free = [("shift", False), ("apart", False), ("apart", True)]
+        assert [said.pop(each) for each in free] == ["gradients"] * 3
         assert set(said.values()) == {error}
 
 

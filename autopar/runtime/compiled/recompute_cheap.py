@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from autopar._torch_compat import BoxedCodeGen, LazyGraphModule, OpOverload
 from autopar.ir.ops.attention import KERNELS
 from autopar.runtime.compiled.regions import VIEWS, is_function
-from autopar.runtime.step.partition import ForwardBackward
+from autopar.runtime.step.partition import ForwardBackward, read_again
 
 
 def recompute_cheap(graphs: ForwardBackward) -> ForwardBackward:
@@ -55,16 +55,16 @@ def recompute_cheap(graphs: ForwardBackward) -> ForwardBackward:
     names = tuple(n.name for n in (*kept, *taken))
     positions = frozenset(i for i, name in enumerate(names) if name in overwritten)
     # Eager mode would not notice that a script writes to one of these before the backward pass: here that is an error.
-    reread = tuple(dict.fromkeys([*graphs.reread, *(("parameter", parameters[p]) for p in taken)]))
+    reread = read_again(forward, graphs.inputs, graphs.outputs, positions)
     return replace(graphs, forward=forward, backward=backward, saved=names, overwritten=positions, reread=reread)
 
 
-def _parameters(graphs: ForwardBackward) -> dict[fx.Node, str]:
-    """Names of parameters by placeholder, whose memory is in use anyhow; not of those that the step writes."""
+def _parameters(graphs: ForwardBackward) -> list[fx.Node]:
+    """Placeholders of parameters, whose memory is in use anyhow; not of those that the step writes."""
     placeholders = [n for n in graphs.forward.graph.nodes if n.op == "placeholder"]
     written = {(o.kind, o.name) for o in graphs.outputs}
     described = zip(placeholders, graphs.inputs, strict=True)
-    return {n: i.name for n, i in described if i.kind == "parameter" and (i.kind, i.name) not in written}
+    return [n for n, i in described if i.kind == "parameter" and (i.kind, i.name) not in written]
 
 
 def _is_cheap(node: fx.Node) -> bool:

@@ -18,6 +18,7 @@ from autopar.ir.program import Program
 from autopar.ir.signature.outputs import path_of
 from autopar.runtime.agreement.failing_node import failing_node
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING
+from autopar.runtime.dtensor import counting_writes
 from autopar.runtime.step.input_gradients import InputForm, as_passed
 from autopar.runtime.step.loss_total import attached
 from autopar.runtime.step.no_sync import DeferredReduction
@@ -126,8 +127,8 @@ class _StepFunction(torch.autograd.Function):
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
         ctx.parameters, ctx.differentiable = parameters, tensors[len(parameters) :]
-        ctx.reread = _reread(call, parameters)
         call.results = [step.wrap(i, r) for i, r in enumerate(locals_)]
+        ctx.reread = _reread(call, parameters)
         return tuple(call.results[i] for i in step.differentiable)
 
     @staticmethod
@@ -194,11 +195,15 @@ def _reread(call: Call, parameters: Sequence[torch.Tensor]) -> list[tuple[str, t
     step, found = call.step, list[tuple[str, torch.Tensor, int]]()
     named = dict(zip(step.parameters, parameters, strict=True))
     for kind, name in step.cut.reread:
-        what, t = (f"parameter {name!r}", named[name]) if kind == "parameter" else (
-            f"batch tensor {name}", call.given[int(name)]
-        )  # fmt: skip
-        if isinstance(t, DTensor) and not t.is_inference():
-            found.append((what, t, t._version))
+        if kind == "parameter":
+            what, tensor = f"parameter {name!r}", named[name]
+        elif kind == "batch":
+            what, tensor = f"batch tensor {name}", call.given[int(name)]
+        else:
+            what, tensor = _output(step.program.skeleton, int(name)), call.results[int(name)]
+        if isinstance(tensor, DTensor) and not tensor.is_inference():
+            # Of a result what counts writes to it, and not its memory, which is freed after its last use.
+            found.append((what, counting_writes(tensor) if kind == "result" else tensor, tensor._version))
     return found
 
 
@@ -213,7 +218,7 @@ def _require_unwritten(reread: Sequence[tuple[str, torch.Tensor, int]]) -> None:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
                 f"backward pass reads {what}, which was written to {tensor._version - version} times since the forward "
-                "pass; write to it after backward()"
+                "pass; write to a copy of it (.clone()), or after backward()"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +37,7 @@ class ForwardBackward:
         tangents: indices of the results whose incoming gradients the backward graph takes, in order.
         gradients: what the backward graph returns; None where there is no gradient.
         overwritten: positions in ``saved`` of buffers and parameters, or views of them, that the step gives new values.
-        reread: kind and name of parameters and batch tensors that the backward pass reads again, as they are by then.
+        reread: kind and name of what a script has, and the backward pass reads again as it is by then.
         hoisted: of a step in microbatches: parameters and buffers to what each microbatch takes after its inputs.
     """
 
@@ -83,9 +84,30 @@ def cut(program: Program) -> ForwardBackward:
     memory = [memory_of(n).name for n in kept]
     overwritten = frozenset(i for i, name in enumerate(memory) if name in overwritten_inputs)
     gradients = program.outputs[program.forward_outputs :]
-    again = {*memory} - overwritten_inputs
-    reread = tuple((i.kind, i.name) for n, i in described if i.kind in ("parameter", "batch") and n.name in again)
+    reread = read_again(forward, inputs, outputs, overwritten)
     return ForwardBackward(forward, backward, inputs, outputs, saved, used_tangents, gradients, overwritten, reread)
+
+
+def read_again(
+    forward: fx.GraphModule, inputs: Sequence[Input], outputs: Sequence[Output], overwritten: Collection[int]
+) -> tuple[tuple[str, str], ...]:
+    """Kind and name of parameters, batch tensors and results in whose memory something is saved.
+
+    Args:
+        forward: returns results, and then what is saved.
+        inputs: of it.
+        outputs: of it, before what is saved.
+        overwritten: positions among what is saved of which copies are saved.
+    """
+    values, given = _returned(forward), [n for n in forward.graph.nodes if n.op == "placeholder"]
+    again = {memory_of(v) for i, v in enumerate(values[len(outputs) :]) if i not in overwritten}
+    found = [(i.kind, i.name) for n, i in zip(given, inputs, strict=True) if n in again and i.kind in _OF_SCRIPTS]
+    # What a result has of an input is copied for it.
+    results = [(o, memory_of(v)) for o, v in zip(outputs, values, strict=False) if o.kind == "result"]
+    return (*found, *((o.kind, o.name) for o, own in results if own in again and own not in given))
+
+
+_OF_SCRIPTS = ("parameter", "batch")
 
 
 def memory_of(node: fx.Node) -> fx.Node:
