@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch_compat import storage_id
 from autopar.capture.harness import Harness, Seen
 from autopar.errors import CaptureError
 from autopar.ir.program import GRADIENTS, Input, Output, Program, State
@@ -47,7 +48,15 @@ def describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Program
         total=found.total,
         state=state,
     )
-    return replace(program, reached=_reached(program))
+    return replace(program, reached=_reached(program), apart=_apart(program))
+
+
+def _apart(program: Program) -> dict[tuple[str, str], int]:
+    """Which outputs are in memory of their own: canonical graphs have neither copies nor equal tensors twice."""
+    described = list(zip(program.outputs, program.output_values, strict=True))[: program.forward_outputs]
+    stored = {(o.kind, o.name): storage_id(v.meta["val"]) for o, v in described if v is not None}
+    numbers = {own: number for number, own in enumerate(dict.fromkeys(stored.values()))}
+    return {output: numbers[own] for output, own in stored.items()}
 
 
 def _reached(program: Program) -> dict[tuple[str, str], frozenset[int]]:

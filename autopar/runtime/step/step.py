@@ -152,9 +152,18 @@ class Step:
 
     @cached_property
     def _borrowed(self) -> frozenset[int]:
-        """Outputs of the forward pass in the memory of an input: graphs have no copies, such as ``buffer.clone()``."""
-        values = self.program.output_values[: self.program.forward_outputs]
-        return frozenset(i for i, v in enumerate(values) if v is not None and memory_of(v).op == "placeholder")
+        """Outputs of the forward pass in the memory of an input, or of an output from which the model keeps it apart.
+
+        Graphs have no copies, such as ``buffer.clone()``, and equal tensors once.
+        """
+        found, known = set[int](), dict[fx.Node, int | None]()
+        for i, (o, v) in enumerate(zip(self.program.outputs, self.program.output_values, strict=True)):
+            if v is None or i >= self.program.forward_outputs:
+                continue
+            memory, number = memory_of(v), self.program.apart.get((o.kind, o.name))
+            if known.setdefault(memory, number) != number or memory.op == "placeholder":
+                found.add(i)
+        return frozenset(found)
 
     def backward(
         self,

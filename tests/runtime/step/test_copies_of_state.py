@@ -55,3 +55,35 @@ def test_copies_have_the_values_before(pins: dict[str, Any]) -> None:
     model = parallelize(given, None, (torch.randn(4, 4).double(),), search=Search(pins=pins))
     for a, b in zip(outcome(model, given), outcome(plain, plain), strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Results(nn.Module):
+    """Some results are in the memory of others, and others only have the same values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.up(x)
+        zeros = (torch.zeros(2, dtype=x.dtype), torch.zeros(2, dtype=x.dtype))
+        return (h.square().sum(), h, h.clone(), h.view(-1), h[1:].detach().clone(), *zeros)
+
+
+def written(model: Any) -> list[Tensor]:
+    """Results after the step, the second, third and last but one of them written by the script."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).double()
+    loss, *others = model(x)
+    loss.backward()
+    with torch.no_grad():
+        for number in (0, 1, 4):
+            others[number].add_(number + 1)
+    return [getattr(t, "full_tensor", lambda t=t: t)().detach() for t in others]
+
+
+def test_results_are_apart_where_the_model_has_them_apart() -> None:
+    plain = Results().double()
+    model = parallelize(copy.deepcopy(plain), None, (torch.randn(4, 4).double(),))
+    for a, b in zip(written(model), written(plain), strict=True):
+        torch.testing.assert_close(a, b)
