@@ -229,8 +229,9 @@ def test_a_manifest_with_a_schedulers_state_of_another_type(tmp_path: Path) -> N
     ):
         checkpoint.load(tmp_path, model, optimizer, scheduler=scheduler)
     change(file, ("values", "extra"), {"x" * 5000: 1})
-    with pytest.raises(ValueError, match=r"is damaged: .*KeyError: 'x{100,200}$"):
+    with pytest.raises(ValueError, match=r"is damaged: .*KeyError: 'x+ \.\.\. x+") as raised:
         checkpoint.load(tmp_path, model)
+    assert len(str(raised.value)) < 600 + len(str(file))  # of the name its ends
 
 
 @pytest.mark.parametrize("kind", ["model", "optimizer"])

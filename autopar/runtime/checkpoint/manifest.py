@@ -161,7 +161,7 @@ class Manifest:
             if found["autopar_checkpoint"] != VERSION:
                 raise ValueError(f"it is of version {found['autopar_checkpoint']!r}, and this autopar reads {VERSION}")
             content = msgspec.convert(found, _Content)
-            plain = {n: values.loads(json.dumps(v), f"{n} in {file}") for n, v in content["values"].items()}
+            plain = {n: values.loads(json.dumps(v), n) for n, v in content["values"].items()}
             try:
                 msgspec.convert(plain, _Values)
             except msgspec.ValidationError as e:
