@@ -48,11 +48,11 @@ def describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Program
         total=found.total,
         state=state,
     )
-    return replace(program, reached=_reached(program), apart=_apart(program))
+    return replace(program, reached=_reached(program), storages=_storages(program))
 
 
-def _apart(program: Program) -> dict[tuple[str, str], int]:
-    """Which outputs are in memory of their own: canonical graphs have neither copies nor equal tensors twice."""
+def _storages(program: Program) -> dict[tuple[str, str], int]:
+    """Which outputs share a storage; canonical graphs do not tell: they have no copies, and equal tensors once."""
     described = list(zip(program.outputs, program.output_values, strict=True))[: program.forward_outputs]
     stored = {(o.kind, o.name): storage_id(v.meta["val"]) for o, v in described if v is not None}
     numbers = {own: number for number, own in enumerate(dict.fromkeys(stored.values()))}

@@ -239,7 +239,7 @@ class Program:
         withheld: results that carry gradients in the model, and not here: only the loss, or only scalars do.
         total: how the loss is made, where it is a result of the graph and none of the model.
         guards: what must hold of a call's floats for the graph to serve it.
-        apart: numbers of the outputs of the forward pass, the same where the model's own are in the same memory.
+        storages: of outputs of the forward pass, by kind and name, a number of the storage that eager mode has each in.
         draws_in_kernels: what dropout in attention keeps takes no memory, as on GPUs.
         fused: a compiler puts pointwise operators and reductions that follow each other into one kernel, and costs are
             counted so.
@@ -263,7 +263,7 @@ class Program:
     withheld: frozenset[int] = frozenset()
     total: Total | None = None
     guards: tuple[Guard, ...] = ()
-    apart: dict[tuple[str, str], int] = field(default_factory=dict)
+    storages: dict[tuple[str, str], int] = field(default_factory=dict)
     draws_in_kernels: bool = False
     fused: bool = False
     float8: str = ""

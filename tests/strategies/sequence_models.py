@@ -62,7 +62,7 @@ class Shifts(nn.Module):
 
 
 class Pictures(nn.Module):
-    """Features of pictures in the places of tokens, as multimodal models put them there, and rows at the others."""
+    """Features of pictures in the places of tokens, as multimodal models put them there, and rows beside others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,6 +76,9 @@ class Pictures(nn.Module):
         x = x.masked_scatter(shown.unsqueeze(-1).expand_as(x), rows)
         x[(tokens < 2) | (tokens == 2)] = rows.flatten(0, 1)[:SMALL].tanh()
         x = x.masked_scatter(x > 1, rows.sin())
+        y = x.clone()
+        y[:, 1:] += x[:, :-1].tanh()
+        x = y + F.pad(torch.diff(x, dim=1), (0, 0, 0, 1))
         labels = tokens.masked_scatter(shown, tokens.flip(1))
         return F.cross_entropy(self.head(x.tanh()).flatten(0, 1), labels.flatten())
 

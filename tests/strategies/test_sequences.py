@@ -45,7 +45,7 @@ def test_equal_values(name: str, axes: dict[str, int]) -> None:
         report = verify(model().double(), (batch,), axes, plan="random", seed=seed)
         assert report.max_error < 1e-10
         made.append(sends(report.program))
-    assert any(made) or name == "pictures"
+    assert any(made)
 
 
 @pytest.mark.parametrize("recompute", ["search", pytest.param("regather", marks=deep)])
@@ -72,7 +72,7 @@ def test_every_part_of_a_sequence_stays_where_it_is(name: str, axes: dict[str, i
         plan=plan(model().double(), (batch,), cluster="h100", axes=axes, search=search),
     )
     assert report.max_error < 1e-10
-    assert sends(report.program) >= len(axes) * 3 or name == "pictures"
+    assert sends(report.program) >= len(axes) * 3
     parameters = max(p.numel() for p in model().parameters())
     for node in report.program.graph.graph.nodes:
         made = info(node).collective

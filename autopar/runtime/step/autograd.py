@@ -202,8 +202,8 @@ def _reread(call: Call, parameters: Sequence[torch.Tensor]) -> list[tuple[str, t
         else:
             what, tensor = _output(step.program.skeleton, int(name)), call.results[int(name)]
         if isinstance(tensor, DTensor) and not tensor.is_inference():
-            # Of a result what counts writes to it, and not its memory, which is freed after its last use.
-            found.append((what, counting_writes(tensor) if kind == "result" else tensor, tensor._version))
+            # Parameters live on; of others what counts writes, and not their memory, which is freed after its last use.
+            found.append((what, tensor if kind == "parameter" else counting_writes(tensor), tensor._version))
     return found
 
 

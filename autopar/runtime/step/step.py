@@ -107,10 +107,7 @@ class Step:
         arguments = [sources[i.kind](i.name) for i in self.cut.inputs]
         with torch.no_grad(), without_autocast(self.context.device.type):
             values = self.run(self.cut.forward, *arguments)
-        # A model may return an input: the user, who may write to the result, must not change the parameter or batch.
-        inputs, outputs = {id(a) for a in arguments}, values[: len(self.cut.outputs)]
-        outputs = [v.clone() if id(v) in inputs and i not in self._borrowed else v for i, v in enumerate(outputs)]
-        saved = values[len(self.cut.outputs) :]
+        outputs, saved = values[: len(self.cut.outputs)], values[len(self.cut.outputs) :]
         # `_results` writes new values into these buffers; the backward pass needs the old ones.
         for i in self.cut.overwritten:
             saved[i] = saved[i].clone()
@@ -134,8 +131,9 @@ class Step:
         new tensor to a buffer, that becomes the entry of ``buffers``.
         """
         results = []
-        # Before a buffer is written: another output may be in its memory.
-        outputs = [v.clone() if i in self._borrowed else v for i, v in enumerate(outputs)]
+        # Before a buffer is written, which another output may alias. A model may return an input, too: the user, who
+        # may write to the result, must not change the parameter or batch.
+        outputs = [v.clone() if i in self._aliases else v for i, v in enumerate(outputs)]
         for output, value in zip(self.cut.outputs, outputs, strict=True):
             if output.kind == "parameter":
                 type_, layout = self.types.parameters[output.name]
@@ -151,8 +149,8 @@ class Step:
         return results
 
     @cached_property
-    def _borrowed(self) -> frozenset[int]:
-        """Outputs of the forward pass in the memory of an input, or of an output from which the model keeps it apart.
+    def _aliases(self) -> frozenset[int]:
+        """Outputs of the forward pass that alias an input, or an output that eager mode has in another storage.
 
         Graphs have no copies, such as ``buffer.clone()``, and equal tensors once.
         """
@@ -160,7 +158,7 @@ class Step:
         for i, (o, v) in enumerate(zip(self.program.outputs, self.program.output_values, strict=True)):
             if v is None or i >= self.program.forward_outputs:
                 continue
-            memory, number = memory_of(v), self.program.apart.get((o.kind, o.name))
+            memory, number = memory_of(v), self.program.storages.get((o.kind, o.name))
             if known.setdefault(memory, number) != number or memory.op == "placeholder":
                 found.add(i)
         return frozenset(found)

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -120,18 +121,18 @@ def refused(error: BaseException, file: Path | None) -> Outcome:
 
 
 @dataclass
-class Kind:
+class Kind(ABC):
     """Files of one kind, in a folder of their own."""
 
     folder: Path
 
+    @abstractmethod
     def changed(self, draw: Random) -> Any:
         """A file that was changed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def judge(self, changed: Any) -> Outcome:
         """What becomes of it: ``error`` where it is refused, ``equal`` where it is as good as the file was."""
-        raise NotImplementedError
 
 
 class Plans(Kind):
