@@ -10,11 +10,12 @@ from autopar.passes.canonicalize.masks import masks_by_function
 from autopar.passes.canonicalize.operators import canonicalize
 from autopar.passes.canonicalize.reverse_scans import reverse_scans
 from autopar.passes.canonicalize.rng import canonicalize_random
-from autopar.passes.canonicalize.short_rows import lengthen_rows
+from autopar.passes.canonicalize.rows.add_rows import add_rows
+from autopar.passes.canonicalize.rows.short_rows import lengthen_rows
+from autopar.passes.canonicalize.rows.tables import cut_tables
+from autopar.passes.canonicalize.rows.terms import cut_terms
+from autopar.passes.canonicalize.rows.windows import merge_windows
 from autopar.passes.canonicalize.strides import canonicalize_strides
-from autopar.passes.canonicalize.tables import cut_tables
-from autopar.passes.canonicalize.terms import cut_terms
-from autopar.passes.canonicalize.windows import merge_windows
 
 
 def canonical(program: Program) -> Program:
@@ -25,4 +26,4 @@ def canonical(program: Program) -> Program:
     program = masks_by_function(canonicalize_attention(canonicalize_strides(program)))
     program = cut_terms(canonicalize(canonicalize_random(program)))
     program = reverse_scans(cut_tables(lengthen_rows(merge_windows(program))))
-    return route_experts(fuse_cross_entropy(program))
+    return add_rows(route_experts(fuse_cross_entropy(program)))

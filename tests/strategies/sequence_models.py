@@ -62,7 +62,7 @@ class Shifts(nn.Module):
 
 
 class Pictures(nn.Module):
-    """Features of pictures in the places of tokens, as multimodal models put them there, and rows beside others."""
+    """Pictures' features in the places of tokens, as multimodal models have them; rows beside others and by indices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Pictures(nn.Module):
         x = x.masked_scatter(x > 1, rows.sin())
         y = x.clone()
         y[:, 1:] += x[:, :-1].tanh()
-        x = y + F.pad(torch.diff(x, dim=1), (0, 0, 0, 1))
+        x = y + F.pad(torch.diff(x, dim=1), (0, 0, 0, 1)) + self.table.weight[tokens - 16]
         labels = tokens.masked_scatter(shown, tokens.flip(1))
         return F.cross_entropy(self.head(x.tanh()).flatten(0, 1), labels.flatten())
 
