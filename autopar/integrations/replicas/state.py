@@ -80,8 +80,7 @@ def _take_optimizer(model: ParallelModule, optimizer: torch.optim.Optimizer, sta
     if has != {name: set(values) for name, values in saved.items()}:
         optimizer.state.clear()
         if saved:
-            with model._autopar.deferred.set_aside():
-                make_state(optimizer)
+            make_state(model, optimizer)
     # A parameter that has had no gradient yet has no state.
     for parameter in [p for p in optimizer.state if names[p] not in saved]:
         del optimizer.state[parameter]
