@@ -107,6 +107,21 @@ def test_saved_before_the_first_step(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(run(other, fresh), plain.weight.detach())
 
 
+def test_state_of_parameters_that_are_frozen_by_now(tmp_path: Path) -> None:
+    """They are trained again later."""
+    model, optimizer = trained(2)
+    model.bias.requires_grad_(False)
+    step(model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
+    other, fresh = trained(0)
+    other.bias.requires_grad_(False)
+    checkpoint.load(tmp_path, other, fresh)
+    for each in (model, other):
+        each.bias.requires_grad_(True)
+    step(model, optimizer), step(other, fresh)
+    assert all(torch.equal(v, other.full_state_dict()[n]) for n, v in model.full_state_dict().items())
+
+
 def test_loading_that_fails_makes_no_state(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     checkpoint.save(tmp_path, model, optimizer)

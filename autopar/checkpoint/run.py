@@ -268,7 +268,7 @@ def take_back(
     """
     session = model._autopar
     with session.together(what):
-        made = [] if optimizer is None else make_state(model, optimizer)
+        made = [] if optimizer is None else make_state(model, optimizer, frozen=True)
         state = tensors_of(model, optimizer)
         begun = _begun(state, known, optimizer)
         tensors, plain = taken_apart(state, _tied(model))

@@ -212,14 +212,19 @@ def names_of(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[to
     return names
 
 
-def make_state(model: ParallelModule, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def make_state(model: ParallelModule, optimizer: torch.optim.Optimizer, *, frozen: bool = False) -> list[torch.Tensor]:
     """Let the optimizer allocate the state that it lacks, by a step that changes no parameter; those that now have one.
 
     What is in it is for others to replace, or for `forget_state`: zeros mostly, and not what the first step makes.
+
+    Args:
+        model: whose parameters it has.
+        optimizer: whose state it is.
+        frozen: of parameters that are not trained, too, which may have been before.
     """
     _require_by_parameter(optimizer, names_of(model, optimizer))
     every = [p for g in optimizer.param_groups for p in g["params"]]
-    made = [p for p in every if p.requires_grad and p not in optimizer.state]
+    made = [p for p in every if (frozen or p.requires_grad) and p not in optimizer.state]
     if not made:
         return []
     gradients = [p.grad for p in every]
