@@ -54,7 +54,94 @@ def test_making_the_state_changes_nothing() -> None:
     state = checkpoint.state_dict(model, optimizer)
     assert all(torch.equal(v, before[k]) for k, v in model.full_state_dict().items())
     assert all(float(v["step"]) == 0 for v in state["optimizer"]["state"].values())
-    assert model.weight.grad is None
+    assert model.weight.grad is None and not optimizer.state
+
+
+OPTIMIZERS = {
+    "SGD": {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.5},
+    "Adam": {"weight_decay": 0.1, "amsgrad": True},
+    "AdamW": {},
+    "NAdam": {},
+    "RAdam": {"weight_decay": 0.1},
+    "Adamax": {"weight_decay": 0.1},
+    "RMSprop": {"weight_decay": 0.1, "momentum": 0.9, "centered": True},
+    "Adagrad": {"weight_decay": 0.1},
+    "Adadelta": {"weight_decay": 0.1},
+    "Rprop": {},
+    "ASGD": {},
+    "Adafactor": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_saved_before_the_first_step(tmp_path: Path, name: str) -> None:
+    """It has no state then, and none after loading: not one of zeros, or of weight decay, which are none of its own."""
+
+    def made() -> tuple[Any, Any]:
+        model = trained(0)[0]
+        return model, getattr(torch.optim, name)(model.parameters(), lr=0.1, **OPTIMIZERS[name])
+
+    def run(model: Any, optimizer: Any) -> Any:
+        for _ in range(3):
+            step(model, optimizer)
+        return model.full_state_dict()["weight"]
+
+    plain = torch.nn.Linear(4, 2)
+    plain.load_state_dict(made()[0].full_state_dict())
+    reference = getattr(torch.optim, name)(plain.parameters(), lr=0.1, **OPTIMIZERS[name])
+    for _ in range(3):
+        plain(torch.ones(3, 4)).square().mean().backward()
+        reference.step(), reference.zero_grad()
+    called: list[Any] = []
+    model, optimizer = made()
+    checkpoint.state_dict(model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
+    other, fresh = made()
+    fresh.register_step_pre_hook(lambda *_: called.append(1))
+    checkpoint.load(tmp_path, other, fresh)
+    assert not called
+    for each in ((model, optimizer), (other, fresh)):
+        torch.testing.assert_close(run(*each), plain.weight.detach())
+    # Into one that has stepped.
+    checkpoint.load(tmp_path, other, fresh)
+    torch.testing.assert_close(run(other, fresh), plain.weight.detach())
+
+
+def test_state_of_parameters_that_are_frozen_by_now(tmp_path: Path) -> None:
+    """They are trained again later."""
+    model, optimizer = trained(2)
+    model.bias.requires_grad_(False)
+    step(model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
+    other, fresh = trained(0)
+    other.bias.requires_grad_(False)
+    checkpoint.load(tmp_path, other, fresh)
+    for each in (model, other):
+        each.bias.requires_grad_(True)
+    step(model, optimizer), step(other, fresh)
+    assert all(torch.equal(v, other.full_state_dict()[n]) for n, v in model.full_state_dict().items())
+
+
+def test_loading_that_fails_makes_no_state(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    checkpoint.save(tmp_path, model, optimizer)
+    other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(AutoparError, match="of another model, optimizer"):
+        checkpoint.load(tmp_path, model, other)
+    assert not other.state
+    # Without state optimizers are told apart by their options.
+    checkpoint.save(tmp_path, model, other)
+    with pytest.raises(AutoparError, match="of another model, optimizer"):
+        checkpoint.load(tmp_path, model, torch.optim.AdamW(model.parameters()))
+
+
+def test_optimizers_whose_state_is_of_no_parameter(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    optimizer.state["steps"] = {"count": 1}
+    with pytest.raises(AutoparError, match="AdamW has a state of 'steps', which is no parameter"):
+        checkpoint.save(tmp_path, model, optimizer)
+    with pytest.raises(AutoparError, match=r"LBFGS cannot be saved or loaded: its step\(\) takes a closure"):
+        checkpoint.save(tmp_path, model, torch.optim.LBFGS(model.parameters()))
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
@@ -236,7 +323,7 @@ def test_a_manifest_with_a_schedulers_state_of_another_type(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["model", "optimizer"])
 def test_a_manifest_with_foreign_names(tmp_path: Path, kind: str) -> None:
-    model, optimizer = trained(0)
+    model, optimizer = trained(1)
     change(
         checkpoint.save(tmp_path, model, optimizer).folder / folders.MANIFEST,
         ("values", kind),

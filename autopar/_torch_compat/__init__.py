@@ -26,6 +26,7 @@ from autopar._torch_compat.changed import (
     selective_policy,
     without_modes,
     without_ordered_effects,
+    without_step_hooks,
 )
 from autopar._torch_compat.compilers import budget_partition, default_partition, inductor, inductor_lacks
 from autopar._torch_compat.dtensor import (
@@ -178,6 +179,7 @@ __all__ = [
     "view_under_inference",
     "without_modes",
     "without_ordered_effects",
+    "without_step_hooks",
     "without_trackers",
     "without_users_modes",
     "written_by",

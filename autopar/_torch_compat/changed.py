@@ -76,6 +76,23 @@ def dispatch_restored() -> Iterator[None]:
 
 
 @contextmanager
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While it lasts, the optimizer's own hooks are not called at its steps; those of all optimizers are."""
+    # One that wraps another need not have any.
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept: list[tuple[dict[int, Any], dict[int, Any]]] = [
+        (t, dict(t)) for n in names if (t := getattr(optimizer, n, {}))
+    ]
+    for table, _ in kept:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in kept:
+            table.update(hooks)
+
+
+@contextmanager
 def without_ordered_effects() -> Iterator[None]:
     """While it lasts, checks of `torch.linalg` are traced as plain operators, not in an order that tokens keep."""
     import torch._higher_order_ops.effects  # noqa: F401  registers them

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from autopar.checkpoint.arguments import OF_PARALLEL, PARALLEL
-from autopar.checkpoint.state_dicts import names_of, take_over, tensors_of
+from autopar.checkpoint.state_dicts import forget_state, make_state, names_of, take_over, tensors_of
 from autopar.costs.arguments import FLAG, PATH, require, whole
 from autopar.costs.read_file import read_text
 from autopar.errors import AutoparError
@@ -268,8 +268,9 @@ def take_back(
     """
     session = model._autopar
     with session.together(what):
+        made = [] if optimizer is None else make_state(model, optimizer, frozen=True)
         state = tensors_of(model, optimizer)
-        begun = _begun(state, known)
+        begun = _begun(state, known, optimizer)
         tensors, plain = taken_apart(state, _tied(model))
         outer = _outer_states(stateful)
     for name, own_state in outer.items():
@@ -283,7 +284,11 @@ def take_back(
             names["optimizer"] = state["optimizer"]["state"]
         known.check(tensors, names, stateful)
 
-    session.context.together(check, what)
+    try:
+        session.context.together(check, what)
+    except BaseException:
+        forget_state(optimizer, made)
+        raise
     read(tensors)
     with session.together(what):
         if optimizer is not None:
@@ -301,15 +306,20 @@ def take_back(
     session.random_calls = known.values.get(RANDOM_CALLS, 0)
 
 
-def _begun(state: dict[str, Any], known: Manifest) -> set[str]:
+def _begun(state: dict[str, Any], known: Manifest, optimizer: torch.optim.Optimizer | None) -> set[str]:
     """Parameters of which the optimizer is to have a state: those that had a gradient before it was saved.
 
-    The others' entries are left out of ``state``, unless nothing is left: then it is of another optimizer.
+    The others' entries are left out of ``state``. If nothing is left, it was saved before its first step, or is another
+    optimizer, which has other options.
     """
     own = state.get("optimizer", {}).get("state", {})
     saved = {n.removeprefix(OPTIMIZER).rpartition(".")[0] for n in known.tensors if n.startswith(OPTIMIZER)}
-    found = own.keys() & (saved | known.values.get("optimizer", {}).keys())
-    for name in own.keys() - found if found else ():
+    saved |= known.values.get("optimizer", {}).keys()
+    options = set() if optimizer is None else optimizer.defaults.keys()
+    groups = known.values.get("groups", {}).values()
+    begins = not saved and all(options <= group.keys() for group in groups)
+    found = own.keys() & saved
+    for name in own.keys() - found if found or begins else ():
         del own[name]
     return set(own)
 

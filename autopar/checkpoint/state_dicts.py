@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from autopar._torch_compat import without_step_hooks
 from autopar.checkpoint.arguments import OF_PARALLEL, PARALLEL
 from autopar.costs.arguments import a, require
 from autopar.errors import AutoparError
@@ -23,25 +25,31 @@ def state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None = 
 
     Args:
         model: its layouts must be decided: pass ``batch=`` to `autopar.parallelize`, or call it once.
-        optimizer: of the model's parameters; its state is made (all zero) if it has none yet.
+        optimizer: of the model's parameters. If it has no state yet, here is one, of zeros: it goes on without.
 
     Returns:
         ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "groups": {number: {...}}}}``.
     """
     require(model=(model, PARALLEL), optimizer=(optimizer, OF_PARALLEL))
     with model._autopar.together("checkpoint.state_dict()"):
-        return tensors_of(model, optimizer)
+        made = make_state(model, optimizer) if optimizer is not None and not optimizer.state else []
+        try:
+            return tensors_of(model, optimizer)
+        finally:
+            forget_state(optimizer, made)
 
 
 def tensors_of(model: ParallelModule, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """`state_dict`, within a call that all ranks are in."""
+    """`state_dict` of the state that there is, within a call that all ranks are in.
+
+    Raises:
+        AutoparError: the optimizer has a parameter that the model has not, or a state that is of no parameter.
+    """
     found: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is None:
         return found
     names = names_of(model, optimizer)
-    # An optimizer's step is an error while gradients are deferred; this one uses none of them.
-    with model._autopar.deferred.set_aside():
-        make_state(optimizer)
+    _require_by_parameter(optimizer, names)
     # By name, where torch has numbers: another process may have its parameters in another order.
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
@@ -57,6 +65,30 @@ def tensors_of(model: ParallelModule, optimizer: torch.optim.Optimizer | None) -
     return found
 
 
+def _require_by_parameter(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+    """Refuse state that is not each parameter's own.
+
+    Raises:
+        AutoparError: there is some.
+    """
+    kind = type(optimizer).__name__
+    # Of the class: a scheduler puts a function of its own in the place of the method.
+    given = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    if any(p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD for p in given):
+        raise AutoparError(
+            f"{kind} cannot be saved or loaded: its step() takes a closure, and makes a state of all parameters "
+            "together; leave optimizer= out, so that it begins anew after loading"
+        )
+    keys: Iterable[object] = optimizer.state
+    foreign = next((key for key in keys if not isinstance(key, torch.Tensor) or key not in names), None)
+    if foreign is not None:
+        what = repr(foreign) if isinstance(foreign, str) else f"a {type(foreign).__name__}"
+        raise AutoparError(
+            f"{kind} has a state of {what}, which is no parameter of its groups, and cannot be saved by name: leave "
+            "optimizer= out, so that it begins anew after loading"
+        )
+
+
 def load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:
     """Take over what `torch.distributed.checkpoint.load` has read into the result of `state_dict`; every rank calls it.
 
@@ -69,17 +101,17 @@ def load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | No
         state=(state, a(Mapping, "what state_dict() of this module gives")),
     )  # fmt: skip
     with model._autopar.together("checkpoint.load_state_dict()"):
+        if optimizer is not None and not optimizer.state:
+            make_state(model, optimizer)
         take_over(model, optimizer, state)
 
 
 def take_over(model: ParallelModule, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:
-    """`load_state_dict`, within a call that all ranks are in."""
+    """`load_state_dict` into the state that there is, within a call that all ranks are in."""
     model.load_state_dict(state["model"])
     if optimizer is None:
         return
     names = names_of(model, optimizer)
-    with model._autopar.deferred.set_aside():
-        make_state(optimizer)
     # The saved state is in plain shards on every stage; this optimizer's is in the layouts of its parameters.
     saved = state["optimizer"]
     for parameter, values in optimizer.state.items():
@@ -180,27 +212,50 @@ def names_of(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[to
     return names
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer allocate its state by a step that changes nothing: zero gradients, zero learning rate."""
-    parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-    if optimizer.state or not parameters:
-        return
-    gradients = [p.grad for p in parameters]
-    rates = [g["lr"] for g in optimizer.param_groups]
-    with torch.no_grad():
-        for p in parameters:
+def make_state(model: ParallelModule, optimizer: torch.optim.Optimizer, *, frozen: bool = False) -> list[torch.Tensor]:
+    """Let the optimizer allocate the state that it lacks, by a step that changes no parameter; those that now have one.
+
+    What is in it is for others to replace, or for `forget_state`: zeros mostly, and not what the first step makes.
+
+    Args:
+        model: whose parameters it has.
+        optimizer: whose state it is.
+        frozen: of parameters that are not trained, too, which may have been before.
+    """
+    _require_by_parameter(optimizer, names_of(model, optimizer))
+    every = [p for g in optimizer.param_groups for p in g["params"]]
+    made = [p for p in every if (frozen or p.requires_grad) and p not in optimizer.state]
+    if not made:
+        return []
+    gradients = [p.grad for p in every]
+    # Weight decay would be in momenta, and change parameters, even without gradients.
+    none = ("lr", "weight_decay")
+    options = [{k: g[k] for k in none if k in g} for g in optimizer.param_groups]
+    # An optimizer's step is an error while gradients are deferred; this one uses none of them. A script's hooks, which
+    # count steps or average weights, are not for it.
+    with torch.no_grad(), model._autopar.deferred.set_aside(), without_step_hooks(optimizer):
+        for p in every:
+            p.grad = None
+        for p in made:
             p.grad = torch.zeros_like(p)
-        # Learning rate zero, too: weight decay would change parameters even without gradients.
         for g in optimizer.param_groups:
-            g["lr"] = torch.zeros_like(g["lr"]) if isinstance(g["lr"], torch.Tensor) else 0.0
+            g.update({k: torch.zeros_like(g[k]) if isinstance(g[k], torch.Tensor) else 0.0 for k in none if k in g})
         try:
             optimizer.step()
         finally:
-            for p, gradient in zip(parameters, gradients, strict=True):
+            for p, gradient in zip(every, gradients, strict=True):
                 p.grad = gradient
-            for g, rate in zip(optimizer.param_groups, rates, strict=True):
-                g["lr"] = rate
+            for g, own in zip(optimizer.param_groups, options, strict=True):
+                g.update(own)
         # The step has counted itself, which bias correction would notice.
-        for values in optimizer.state.values():
-            if isinstance(values.get("step"), torch.Tensor):
-                values["step"].zero_()
+        for p in made:
+            if isinstance(step := optimizer.state.get(p, {}).get("step"), torch.Tensor):
+                step.zero_()
+    return made
+
+
+def forget_state(optimizer: torch.optim.Optimizer | None, made: Iterable[torch.Tensor]) -> None:
+    """Take back what `make_state` has made."""
+    for parameter in made:
+        assert optimizer is not None
+        optimizer.state.pop(parameter, None)

@@ -19,6 +19,7 @@ from autopar.capture.state.hooks import refuse_hooks_of_all_modules
 from autopar.capture.state.slots import Slots
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.layout import replicated
+from autopar.ir.ops.float8.histories import register_missing
 from autopar.ir.ops.random import derive_seed, step_seed
 from autopar.ir.plan import Plan
 from autopar.ir.signature import binding, pytree
@@ -290,8 +291,12 @@ class Session:
                 unread=frozenset() if first else self.unread.names(self.original, self.context),
             )  # fmt: skip
         weakref.finalize(found, forget_fake_results, results).atexit = False
-        if self.slots.compute(found.program.state.computing):
-            # The capture has found out whose state counts, and left it as it was.
+        program = found.program
+        named = zip(program.inputs, program.placeholders, strict=True)
+        buffers = {i.name: n.meta["val"] for i, n in named if i.kind == "buffer"}
+        lacking = register_missing(self.original, buffers, self.context.device)
+        if self.slots.compute(program.state.computing) or lacking:
+            # The capture has found out whose state counts, and which float8 layers there are, and left it as it was.
             states = {c: self.slots.signature(c) for c in (False, True)}
         if first:
             options.observer.planned(found.plan)

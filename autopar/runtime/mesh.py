@@ -202,7 +202,7 @@ def with_axes(context: MeshContext, axes: tuple[tuple[str, int], ...]) -> MeshCo
         return context
     if context.workers is not None:
         raise PlanError(
-            f"the plan is for axes {dict(axes)}, and a worker (role 'local') has {dict(context.axes)}: its mesh cannot "
+            f"the plan is for axes {dict(axes)}, and a worker has {dict(context.axes)}: its mesh cannot "
             "be split further; ask for as many stages as an axis has"
         )
     with context.during(f"making axes {dict(axes)} of the mesh"):

@@ -158,3 +158,37 @@ def tied_in_stages(rank: int, folder: str) -> float:
 
 def test_a_tied_parameter_of_two_stages(two_ranks: Ranks, tmp_path: Path) -> None:
     assert two_ranks.run(tied_in_stages, str(tmp_path)) == [0.0, 0.0]
+
+
+def saved_with_a_second_optimizer(rank: int, folder: str, search: dict[str, Any]) -> float:
+    """Refused as an object of rank 0's, and taken whole, as the error says; the difference of parameters after it."""
+    from autopar import checkpoint
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    def made() -> tuple[Any, Any, Any, Any]:
+        model, batch = make("mlp")
+        parallel = parallelize(model, mesh_of(2, 2), batch(0), search=Search(**search), timeout=WAIT)
+        first, *others = parallel.parameters()
+        return parallel, torch.optim.AdamW([first]), torch.optim.SGD(others, lr=0.1, momentum=0.9), batch
+
+    def train(model: Any, optimizer: Any, second: Any, batch: Any) -> dict[str, torch.Tensor]:
+        for step in range(2):
+            model(**batch(step))["loss"].backward()
+            optimizer.step(), second.step(), model.zero_grad()
+        return model.full_state_dict()
+
+    run = made()
+    train(*run)
+    with pytest.raises(ValueError, match="is a tensor of which each rank has a part, and what is neither of"):
+        checkpoint.save(folder, *run[:2], second=run[2])
+    checkpoint.save(folder, *run[:2], extra=checkpoint.full_optimizer_state_dict(run[0], run[2]))
+    expected, other = train(*run), made()
+    found = checkpoint.load(folder, *other[:2])
+    checkpoint.load_full_optimizer_state_dict(other[0], other[2], found.extra)
+    return max(float((v - expected[n]).abs().max()) for n, v in train(*other).items())
+
+
+@pytest.mark.parametrize("search", [{"recipe": "fsdp"}, pytest.param({"pins": {"stages": 2}}, marks=pytest.mark.deep)])
+def test_a_second_optimizer(ranks: Ranks, tmp_path: Path, search: dict[str, Any]) -> None:
+    assert max(ranks.run(saved_with_a_second_optimizer, str(tmp_path), search)) < 1e-12

@@ -183,6 +183,12 @@ def test_a_discarded_step_leaves_nothing(where: str) -> None:
     assert next(steps) == 0
 
 
+def test_a_further_optimizer_is_refused() -> None:
+    _, _, model, optimizer, *_ = group_of(0)
+    with pytest.raises(ValueError, match="second= is a further optimizer, whose steps no vote decides on"):
+        ReplicaGroups(model, optimizer, {"second": optimizer}, CARD, 2, lambda *_: None, {})
+
+
 def test_a_state_that_one_rank_alone_has_is_taken_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
     run, manager, model, *_ = group_of(0)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -216,6 +222,7 @@ def test_a_state_is_taken_to_the_last_bit(has_steps: bool, kind: Any) -> None:
     if has_steps:
         advance(*first)
         first[1].param_groups[0]["lr"] = 0.05
+        next(first[0].parameters()).requires_grad_(False)  # at a step by which the other has not come
     else:
         advance(*second)  # what it has learned is forgotten
         second[0].calls.add_(5)

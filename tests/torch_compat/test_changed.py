@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -61,6 +62,20 @@ def test_dispatch_is_restored_behind_an_error_that_is_kept() -> None:
         torch._tensor_str._str(torch.ones(2).as_subclass(Unprinted))
     assert kept.value.__traceback__ is not None
     assert torch._C._dispatch_tls_local_exclude_set() == before
+
+
+def test_without_step_hooks() -> None:
+    """The optimizer's own are not called, and are there again after it; those of all optimizers are called."""
+    optimizer, called = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), []
+    optimizer.register_step_pre_hook(lambda *_: called.append("own, before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("own, after"))
+    everywhere = register_optimizer_step_pre_hook(lambda *_: called.append("of all"))
+    with compat.without_step_hooks(optimizer):
+        optimizer.step()
+    assert called == ["of all"]
+    everywhere.remove()
+    optimizer.step()
+    assert called == ["of all", "own, before", "own, after"]
 
 
 def test_selective_policy() -> None:

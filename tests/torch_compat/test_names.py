@@ -36,7 +36,7 @@ def test_every_name_has_a_contract() -> None:
         "storage_id", "suggest_memory_format", "take_in_foreach", "tensors_in",
         "torch_schedule", "traced_functions", "traced_graph", "traced_node",
         "traced_root",
-        "tracing", "without_modes", "without_ordered_effects", "without_trackers",
+        "tracing", "without_modes", "without_ordered_effects", "without_step_hooks", "without_trackers",
         "without_users_modes", "written_by",
     }  # fmt: skip
     assert set(compat.__all__) == tested

@@ -49,6 +49,12 @@ class ReplicaGroups:
         seconds: Mapping[str, float],
     ) -> None:
         """Of `autopar.integrations.torchft.replica_groups`, which see; every rank of the group makes one."""
+        second = next((n for n, given in stateful.items() if isinstance(given, torch.optim.Optimizer)), None)
+        if second is not None:
+            raise ValueError(
+                f"{second}= is a further optimizer, whose steps no vote decides on: put all parameters into groups of "
+                "one, passed as optimizer="
+            )
         self.group, self.count = card.group, count
         self.healed, self.discarded, self.bytes_sent = 0, 0, 0
         self._model, self._optimizer, self._stateful, self._card = model, optimizer, dict(stateful), card

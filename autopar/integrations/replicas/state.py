@@ -45,6 +45,7 @@ def own_state(model: ParallelModule, optimizer: torch.optim.Optimizer, stateful:
     return {
         **beginning(model, stateful),
         "parameters": {n: to_local(p).detach() for n, p in model.named_parameters()},
+        "trained": {n: p.requires_grad for n, p in model.named_parameters()},
         "optimizer": state,
         "groups": groups,
     }
@@ -63,7 +64,11 @@ def take_state(
             f"the other group gives states of {sorted(state['stateful'])}, and this one has {sorted(stateful)}: pass "
             "the same objects by the same names in every group"
         )
-    _copy_into(dict(model.named_parameters()), state["parameters"], "parameter")
+    named = dict(model.named_parameters())
+    _copy_into(named, state["parameters"], "parameter")
+    # A newcomer has not come by the step at which the others have frozen a layer, or begun to train it.
+    for name, trained in state["trained"].items():
+        named[name].requires_grad_(trained)
     _take_optimizer(model, optimizer, state)
     go_back(model, stateful, state)
 
@@ -80,8 +85,7 @@ def _take_optimizer(model: ParallelModule, optimizer: torch.optim.Optimizer, sta
     if has != {name: set(values) for name, values in saved.items()}:
         optimizer.state.clear()
         if saved:
-            with model._autopar.deferred.set_aside():
-                make_state(optimizer)
+            make_state(model, optimizer, frozen=True)
     # A parameter that has had no gradient yet has no state.
     for parameter in [p for p in optimizer.state if names[p] not in saved]:
         del optimizer.state[parameter]

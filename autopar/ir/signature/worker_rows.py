@@ -23,7 +23,7 @@ def split_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
         # A search may take either for the samples, and what is computed stays the same. Here it would not.
         raise ValueError(
             f"the first tensor of the batch has {rows[0]} rows and most have {samples}: which are samples, to be split "
-            "among workers (role 'local')? Pass a tensor of samples first, or each worker its own part with "
+            "among workers? Pass a tensor of samples first, or each worker its own part with "
             'inputs="local"'
         )
     return [i for i, t in enumerate(tensors) if t.ndim and t.shape[0] == samples]
@@ -48,7 +48,7 @@ def rows_of_worker(tensors: Sequence[torch.Tensor], index: int, count: int) -> l
         samples = tensors[i].shape[0]
         if samples % count:
             raise ValueError(
-                f"batch tensor {i} has {samples} samples, which do not divide among {count} workers (role 'local'); "
+                f"batch tensor {i} has {samples} samples, which do not divide among {count} workers; "
                 f"take a batch of a multiple of {count} (drop_last=True for a loader)"
             )
         own[i] = tensors[i].narrow(0, index * (samples // count), samples // count)

@@ -24,7 +24,7 @@ def own_part(tensors: list[torch.Tensor], context: MeshContext, inputs: str) -> 
         return tensors
     if any(isinstance(t, DTensor) for t in tensors):
         raise ValueError(
-            "a batch of DTensors cannot be split among workers (role 'local'): pass the whole batch as plain "
+            "a batch of DTensors cannot be split among workers: pass the whole batch as plain "
             'tensors, or inputs="local"'
         )
     return rows_of_worker(tensors, workers.index, workers.count)

@@ -119,7 +119,7 @@ def _require_known_model(module: ParallelModule) -> None:
     if session.first.plan.pipeline is not None:
         raise NotPlannedError("its plan is a pipeline, of which one token would use one stage at a time")
     if session.context.workers is not None:
-        raise NotPlannedError("workers train apart (role 'local'), and each has parameters of its own")
+        raise NotPlannedError("workers train apart, and each has parameters of its own")
 
 
 class _Loop:

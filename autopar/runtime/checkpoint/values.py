@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from autopar.costs.read_file import brief
+from autopar.runtime.state.stage_tensor import StageTensor
 
 LARGEST = 2**20
 """Bytes of a tensor among values: large ones belong to the model or the optimizer."""
@@ -75,6 +77,14 @@ def _encoded(value: Any, where: str, depth: int) -> Any:
 
 
 def _tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
+    if isinstance(value, StageTensor) or (
+        isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements)
+    ):
+        raise ValueError(
+            f"{where} is a tensor of which each rank has a part, and what is neither of the model nor of optimizer= is "
+            "saved as rank 0 has it: put all parameters into groups of one optimizer, or give its "
+            "checkpoint.full_optimizer_state_dict(), or another module's full_state_dict(), as extra="
+        )
     plain = value.detach().cpu().contiguous()
     if plain.nbytes > LARGEST:
         raise ValueError(f"{where} is a tensor of {plain.nbytes} bytes, and values have at most {LARGEST}")

@@ -159,5 +159,5 @@ def require_rows(program: Program, split: Sequence[int]) -> None:
         first, second = list(found.values())[:2]
         raise ValueError(
             f"batch tensors {first} and {second} have as many rows, and the model does not use these as one dim: which "
-            "are samples, to be split among workers (role 'local')? Pass each worker its own part with inputs=\"local\""
+            'are samples, to be split among workers? Pass each worker its own part with inputs="local"'
         )

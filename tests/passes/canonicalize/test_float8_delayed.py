@@ -252,6 +252,59 @@ def test_saved_and_loaded_before_the_first_call() -> None:
         autopar.parallelize(fresh, None, precision=Precision(linear=Float8("delayed", history=3)), search=ASKED)
 
 
+class OtherWeights(nn.Module):
+    """Weights that are one of several matrices, and a view of a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.flat = nn.Parameter(torch.randn(2, 16, 16) / 4), nn.Parameter(torch.randn(256) / 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(x @ self.experts[0]) @ self.experts[1]
+        return (hidden @ self.flat.view(16, 16) - y).square().mean()
+
+
+def test_weights_of_other_dims_have_histories() -> None:
+    batch = wide(zoo.mlp())[1]
+    module = autopar.parallelize(OtherWeights().double(), None, precision=policy(), search=ASKED)
+    # Before the first call, for checkpoints.
+    assert "experts_amax_history" in module.full_state_dict()
+    for values in batches(batch, 2):
+        module(**values).backward()
+    state = module.full_state_dict()
+    for name in ("experts", "flat"):
+        assert torch.equal(state[f"{name}_amax_history"][1], state[name].abs().max().expand(2)), name
+
+
+def test_a_layer_that_comes_later_begins_with_an_empty_history() -> None:
+    """In place of one that has trained, which keeps its own."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base, self.added = base, nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.added(torch.tanh(self.base(x)))
+
+    model, batch = wide(zoo.mlp())
+    plain = delayed(copy.deepcopy(model), STEPS)
+    module = autopar.parallelize(model, None, precision=policy(), search=ASKED)
+    for number, values in enumerate(batches(batch)):
+        if number == 2:
+            for changed in (model, plain):
+                torch.manual_seed(0)
+                changed.up = Adapter(changed.up).double()
+            delayed(plain, STEPS)
+        module.zero_grad()
+        loss = module(**values)
+        loss.backward()
+        made = {"loss": loss.detach(), **{n: p.grad for n, p in module.named_parameters()}}
+        expected = step_of(plain, values)
+        assert max(distance(made[n], v) for n, v in expected.items()) <= 1e-10, number
+    assert recorded(module) == pytest.approx(recorded_by(plain))
+
+
 @pytest.mark.parametrize("options", [{"history": 0}, {"history": 2.0}, {"scaling": "rowwise", "history": 4}])
 def test_a_history_that_is_none(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="history"):

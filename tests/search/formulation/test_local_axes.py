@@ -49,7 +49,7 @@ def test_what_changes_numbers_is_asked_for() -> None:
         ({"a": 2, "b": 2}, {"c": "local"}, "roles= names axis 'c'; the mesh has a, b"),
         ({"a": 2, "b": 2}, {"a": "local", "b": "local"}, "make them one axis"),
         ({"a": 2, "b": 2}, {"a": "local", "c": "data"}, "roles= names axis 'c'; the mesh has b"),
-        ({"a": 3, "b": 2}, {"a": "local"}, "8 samples, which do not divide among 3 workers"),
+        ({"a": 3, "b": 2}, {"a": "local"}, "8 samples, which do not divide among 3 workers; take"),
     ],
 )
 def test_axes_that_cannot_be_workers(axes: dict[str, int], roles: dict[str, str], message: str) -> None:

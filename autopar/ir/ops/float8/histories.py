@@ -62,7 +62,7 @@ def rolled(history: Tensor, latest: Tensor) -> Tensor:
 
 
 def register(model: nn.Module, exclude: Iterable[str], steps: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every matrix among a model's parameters a history, a buffer of its module; those that have one keep it.
+    """Give every matrix, or stack of some, among a model's parameters a history, a buffer of its module.
 
     Which of them are weights of linear layers is known when a call has been captured; the others' stay zero.
 
@@ -74,20 +74,47 @@ def register(model: nn.Module, exclude: Iterable[str], steps: int, dtype: torch.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     for parameter, own in names.items():
-        if parameter.ndim != 2 or not parameter.is_floating_point():
+        if parameter.ndim < 2 or not parameter.is_floating_point():
             continue
         if any(fnmatchcase(name, pattern) for name in own for pattern in patterns):
             continue
-        path, _, attribute = history_name(own[0]).rpartition(".")
-        module = model.get_submodule(path)
-        known = module._buffers.get(attribute)
+        name = history_name(own[0])
+        known = _place(model, name)[1]
         if known is not None and known.shape[-1] != steps:
             raise ValueError(
-                f"Float8(history={steps}): {history_name(own[0])!r} has {known.shape[-1]} steps of an earlier "
-                "parallelize(); ask for as many, or delete the buffer"
+                f"Float8(history={steps}): {name!r} has {known.shape[-1]} steps of an earlier parallelize(); ask for "
+                "as many, or delete the buffer"
             )
         if known is None:
-            module.register_buffer(attribute, torch.zeros(len(ROWS), steps, dtype=dtype, device=device))
+            _register(model, name, steps, dtype, device)
+
+
+def register_missing(model: nn.Module, buffers: Mapping[str, Tensor], device: torch.device) -> bool:
+    """Give a model the histories that it lacks, of layers that came later; whether there were some.
+
+    So too those of vectors of which layers take views as matrices.
+
+    Args:
+        model: whose.
+        buffers: that a program takes, by name.
+        device: where they are to be.
+    """
+    missing = {n: like for n, like in buffers.items() if is_history(n) and _place(model, n)[1] is None}
+    for name, like in missing.items():
+        _register(model, name, like.shape[-1], like.dtype, device)
+    return bool(missing)
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, Tensor | None]:
+    """The module that a history is, or is to be, a buffer of, and what it has there."""
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    return module, module._buffers.get(attribute)
+
+
+def _register(model: nn.Module, name: str, steps: int, dtype: torch.dtype, device: torch.device) -> None:
+    history = torch.zeros(len(ROWS), steps, dtype=dtype, device=device)
+    _place(model, name)[0].register_buffer(name.rpartition(".")[2], history)
 
 
 def record(recorded: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
