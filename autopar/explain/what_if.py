@@ -73,8 +73,8 @@ def what_if(
     """Plan for half, the same and twice as many devices, bytes and samples, in every combination.
 
     The outermost axis has half (where that is whole) or twice as many devices. The batch is scaled along the first dim
-    of those of its tensors that have as many rows as most of them. The number of microbatches is searched as for the plan; a pinned number holds
-    for the plan's own batch only.
+    of those of its tensors that have as many rows as most of them. The number of microbatches is searched as for the
+    plan; a pinned number holds for the plan's own batch only.
 
     Args:
         model: as it was planned.
