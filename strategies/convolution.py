@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autopar.ir.ops.sequence import halo
-from autopar.ir.ops.sequence import padded_convolution as ours
+from autopar.ir.ops.sequence.padded import convolution as ours
 from autopar.rules.rule import Lowering, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
@@ -348,7 +348,7 @@ def col2im(
     if "Y" not in names.blocked and not window.alone:
         lower["Y"] = Lowering(build, least=-(-halo.reach(window.low, window.behind) // window.stride))
     blocked = names.blocked if _sends(columns) or not lower else names.blocked + "Y"
-    rows = {1: ("" if "Y" in blocked else "Y", "")}
+    rows: dict[int | str, str | tuple[str, ...]] = {1: ("" if "Y" in blocked else "Y", "")}
     return Rule(f"{names.out}->{names.x}", blocked=blocked, linear=((0,),), sizes=names.sizes, scaled=rows, lower=lower)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autopar.ir.ops.sequence import halo
-from autopar.ir.ops.sequence.padded_windows import padded_windows, padded_windows_backward
+from autopar.ir.ops.sequence.padded.windows import padded_windows, padded_windows_backward
 from autopar.rules.rule import Lowering, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten

@@ -28,8 +28,8 @@ from torch import fx
 from autopar.ir.graph import computed, copy_graph, insert_call
 from autopar.ir.module_outputs import pass_on
 from autopar.ir.ops.sequence.halo import pads
-from autopar.ir.ops.sequence.padded_convolution import padded_convolution, padded_convolution_backward
-from autopar.ir.ops.sequence.padded_windows import padded_windows, padded_windows_backward
+from autopar.ir.ops.sequence.padded.convolution import padded_convolution, padded_convolution_backward
+from autopar.ir.ops.sequence.padded.windows import padded_windows, padded_windows_backward
 from autopar.ir.program import Program
 
 aten = torch.ops.aten

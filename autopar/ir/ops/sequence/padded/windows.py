@@ -26,7 +26,7 @@ _library.define(
 
 
 def _padded_windows(x: Tensor, dim: int, size: int, step: int, low: int, high: int, fill: Any) -> Tensor:
-    wide = aten.constant_pad_nd.default(x, pads(x.ndim, dim, low, high), fill)
+    wide: Tensor = aten.constant_pad_nd.default(x, pads(x.ndim, dim, low, high), fill)
     return wide.unfold(dim, size, step)
 
 
