@@ -210,7 +210,7 @@ def _covers(ends: _Ends, dim: Any, size: Any, step: Any) -> bool:
     whole = ends.size + ends.low + ends.high
     if ends.dim != dim % _value(ends.source).ndim or min(ends.low, ends.high) < 0 or size < step:
         return False
-    return step * ((whole - size) // step + 1) == ends.size and 2 * (size - step) <= ends.size
+    return bool(step * ((whole - size) // step + 1) == ends.size and 2 * (size - step) <= ends.size)
 
 
 @dataclass(frozen=True)
