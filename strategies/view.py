@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autopar.ir.ops.sequence import halo
+from autopar.ir.ops.sequence.padded.windows import padded_windows, padded_windows_backward
 from autopar.rules.rule import Lowering, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
@@ -238,7 +239,7 @@ def cat(tensors: Sequence[Spec], dim: int = 0) -> Rule:
 
 def _may_shift(x: Spec, d: int, low: int) -> bool:
     """Whether devices that have blocks of a dim can be sent what is shifted over their bounds."""
-    return 2 * abs(low) <= x.shape[d] and not (x.dtype is not None and x.dtype.is_complex)
+    return 2 * abs(low) <= x.shape[d] and _sends(x)
 
 
 def _shifted(letter: str, d: int, low: int, fill: Any, local: Callable[[Any], Any] = lambda x: x) -> Lowering:
@@ -367,6 +368,52 @@ def unfold_backward(gradient: Spec, input_sizes: Sequence[int], dim: int, size: 
     left = "".join("1" if c in shared else c for c in windows)
     blocked = forward.blocked + shared
     return replace(forward, equation=f"{left}->{whole}", blocked=blocked, shapes=(1,), view=False)
+
+
+@rule(padded_windows)
+def windows(x: Spec, dim: int, size: int, step: int, low: int, high: int, fill: Any) -> Rule:
+    """Windows of a dim that is padded first: those that begin in a device's rows, with rows of its neighbors."""
+    left, right, outer, blocked, sizes = _windowed(x, dim, step)
+
+    def build(context: Any, x: Any, *_: Any) -> Any:
+        rows = context.local_size(outer) * step
+        wide = halo.window(context, x, dim, rows, low, size - low - step, fill)
+        return aten.unfold.default(wide, dim, size, step)
+
+    lower = {outer: Lowering(build, least=-(-halo.reach(low, size - low - step) // step))}
+    linear = ONE if fill == 0 else ()
+    return Rule(f"{left}->{right}", blocked=blocked, linear=linear, sizes=sizes, lower=lower if _sends(x) else {})
+
+
+@rule(padded_windows_backward)
+def windows_backward(grad: Spec, sizes: Sequence[int], dim: int, size: int, step: int, low: int, high: int) -> Rule:
+    """Windows added up where they came from: what is a neighbor's goes there."""
+    left, right, outer, blocked, counts = _windowed(Spec(tuple(sizes), grad.dtype), dim, step)
+
+    def build(context: Any, grad: Any, sizes: Sequence[int], *_: Any) -> Any:
+        rows, behind = context.local_size(outer) * step, size - low - step
+        wide = [rows + low + behind if d == dim else n for d, n in enumerate(sizes)]
+        made = aten.unfold_backward.default(grad, wide, dim, size, step)
+        return halo.add_window(context, made, len(sizes), dim, rows, low, behind)
+
+    lower = {outer: Lowering(build, least=-(-halo.reach(low, size - low - step) // step))}
+    return Rule(
+        f"{right}->{left}", blocked=blocked, linear=ONE, sizes=counts, lower=lower if _sends(grad) else {}, shapes=(1,)
+    )
+
+
+def _windowed(x: Spec, dim: int, step: int) -> tuple[str, str, str, str, dict[str, int]]:
+    """Equations of a tensor and of its windows, one for each ``step`` rows; the letter of these, and the others."""
+    names = list(letters(x.ndim))
+    window, rest = letters(1, x.ndim), letters(1, x.ndim + 1) if step > 1 else ""
+    inside = [c + rest if d == dim else c for d, c in enumerate(names)]
+    outside = "" if _sends(x) else names[dim]
+    return dims(inside), dims([*names, window]), names[dim], window + rest + outside, {rest: step} if rest else {}
+
+
+def _sends(x: Spec) -> bool:
+    """Whether rows can be sent."""
+    return x.dtype is None or not x.dtype.is_complex
 
 
 @rule(aten.repeat.default)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import sys
 import threading
 import warnings
@@ -305,9 +306,16 @@ def _remove_effects(graph: fx.Graph) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Without warnings, and without the traceback that torch logs of an operator that fails: our error says it."""
+    told = logging.getLogger("torch._subclasses.fake_tensor")
+    level = told.level
+    told.setLevel(max(level, logging.CRITICAL) if told.getEffectiveLevel() > logging.DEBUG else level)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        told.setLevel(level)
 
 
 def _leaves(results: Sequence[torch.Tensor]) -> set[int]:

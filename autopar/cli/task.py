@@ -61,6 +61,12 @@ def load_task(spec: str) -> ModelAndBatch:
     if not isinstance(returned[0], torch.nn.Module):
         raise ValueError(f"{spec} returned a {type(returned[0]).__name__} as the model; it must be a torch.nn.Module")
     model, batch, *loss = returned
+    from autopar.ir.signature import binding
+
+    try:
+        binding.bind(model, batch)
+    except TypeError as error:  # Python's own, of a call
+        raise ValueError(f"{spec} returned a batch that does not fit its model's forward: {error}") from error
     # A function is loss_fn(output, batch); a name, an index or a path of these says which output is the loss.
     is_named = bool(loss) and loss[0] is not None and not callable(loss[0])
     return ModelAndBatch(model, batch, None, *loss) if is_named else ModelAndBatch(model, batch, *loss)

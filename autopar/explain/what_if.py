@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -71,8 +73,8 @@ def what_if(
     """Plan for half, the same and twice as many devices, bytes and samples, in every combination.
 
     The outermost axis has half (where that is whole) or twice as many devices. The batch is scaled along the first dim
-    of its tensors, if all agree on it. The number of microbatches is searched as for the plan; a pinned number holds
-    for the plan's own batch only.
+    of those of its tensors that have as many rows as most of them. The number of microbatches is searched as for the
+    plan; a pinned number holds for the plan's own batch only.
 
     Args:
         model: as it was planned.
@@ -190,12 +192,21 @@ def _meshes(axes: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
 
 
 def _batches(batch: Batch) -> list[tuple[int, Batch]]:
-    """Batches of half, the same and twice as many samples; only the given one where its tensors disagree."""
+    """Batches of half, the same and twice as many samples, as most of the tensors have; the others stay as they are."""
     tensors, skeleton = pytree.flatten(batch, "batch", shared=True)
-    lengths = {t.shape[0] if t.ndim else 0 for t in tensors}
-    if len(lengths) != 1 or 0 in lengths:
-        return [(next(iter(lengths), 0), batch)]
-    (samples,) = lengths
+    rows = [t.shape[0] for t in tensors if t.ndim]
+    # By majority, as plans tell them: positions or a number of tokens besides have no samples.
+    samples = Counter(rows).most_common(1)[0][0] if rows else 0
+    if not samples:
+        return [(0, batch)]
     counts = [int(samples * factor) for factor in FACTORS if samples * factor >= 1]
-    scaled = {n: [torch.empty((n, *t.shape[1:]), dtype=t.dtype, device="meta") for t in tensors] for n in counts}
-    return [(n, batch if n == samples else pytree.unflatten(skeleton, own)) for n, own in scaled.items()]
+
+    def scaled(count: int) -> Batch:
+        own = [_with_rows(t, count) if t.ndim and t.shape[0] == samples else t for t in tensors]
+        return cast(Batch, pytree.unflatten(skeleton, own))
+
+    return [(n, batch if n == samples else scaled(n)) for n in counts]
+
+
+def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")

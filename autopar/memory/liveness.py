@@ -20,7 +20,7 @@ from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import c10d, waits_for
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.rows import WRITES_ROWS, gather_rows_, new_rows, reduce_rows_, scatter_rows_
-from autopar.ir.ops.sequence.padded_convolution import padded_convolution, padded_convolution_backward
+from autopar.ir.ops.sequence.padded.convolution import padded_convolution, padded_convolution_backward
 from autopar.ir.plan import Plan
 from autopar.ir.program import OF_BACKWARD, Program, is_hoisted
 from autopar.memory.peak_snapshot import LiveTensor, PeakSnapshot

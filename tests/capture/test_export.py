@@ -326,7 +326,7 @@ def test_control_flow_on_data_names_the_line() -> None:
         capture(Branching(), (torch.randn(8, 8),))
 
 
-def test_error_in_the_model_names_the_line() -> None:
+def test_error_in_the_model_names_the_line(caplog: pytest.LogCaptureFixture) -> None:
     class Wrong(Scalarless):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x @ x)
@@ -335,6 +335,7 @@ def test_error_in_the_model_names_the_line() -> None:
         CaptureError, match=r"cannot capture the model at .*test_export\.py:\d+: return self\.linear\(x @ x\)"
     ):
         capture(Wrong(), (torch.randn(4, 8),))
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]  # torch's own, with a traceback
 
 
 def test_error_where_a_model_thinks_it_is_compiled() -> None:

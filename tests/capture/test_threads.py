@@ -58,3 +58,42 @@ def test_a_capture_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -
             nodes(1)
         over.set()
         other.result(100)
+
+
+class OwnAssignments(nn.Module):
+    """Whose layers inherit it, as torchmetrics' do."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+
+
+class Inner(OwnAssignments):
+    pass
+
+
+class Counting(OwnAssignments):
+    """It assigns to its own attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.layer, self.calls = Inner(), nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.inner.calls = self.calls
+        return self.layer(x).mean()
+
+
+def test_classes_that_define_how_they_are_assigned_to() -> None:
+    """Beside another thread, capturing them ended in an AttributeError."""
+    model, over = Counting(), threading.Event()
+    assign = OwnAssignments.__setattr__
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(over.wait, 100)
+        try:
+            capture(model, (torch.zeros(2, 4),))
+        finally:
+            over.set()
+        assert other.result(100)
+    assert OwnAssignments.__setattr__ is assign and "__setattr__" not in vars(Inner) | vars(Counting)
+    assert model.calls == 0 and not hasattr(model.inner, "calls")

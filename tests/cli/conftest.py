@@ -41,6 +41,7 @@ def make_with_name():
 
 def no_model(): return "model", ()
 def no_pair(): return Net()
+def other_names(): return Net(), {"x": torch.randn(8, 16), "y": 1}
 def broken(): return 1 / 0
 number = 3
 """

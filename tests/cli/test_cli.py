@@ -233,6 +233,7 @@ def test_what_does_not_fit_exits_with_3(model: str) -> None:
         ("number", (), "has no function 'number'"),
         ("no_model", (), "returned a str as the model"),
         ("no_pair", (), "must return (model, batch)"),
+        ("other_names", (), "a batch that does not fit its model's forward: Net.forward() got an unexpected keyword"),
         ("broken", (), "ZeroDivisionError: division by zero"),
     ],
 )

@@ -53,6 +53,8 @@ def steps(
         pytest.param("formulas", (2, 2), {}, {}, marks=pytest.mark.deep),
         pytest.param("formulas", (4,), {"a": "context"}, {}, marks=pytest.mark.deep),
         ("image", (4,), {"a": "context"}, {}),
+        ("windows", (4,), {"a": "context"}, {}),
+        pytest.param("patches", (4,), {"a": "context"}, {}, marks=pytest.mark.deep),
         ("pictures", (2, 2), {"a": "data", "b": "context"}, {}),
         pytest.param("recurrence", (2, 2), {"a": "data", "b": "context"}, {}, marks=pytest.mark.deep),
     ],
@@ -74,10 +76,15 @@ def test_compiled_regions_lie_between(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    "pins", [{"stages": 2, "microbatches": 2}, {"microbatches": 2}], ids=["stages", "microbatches"]
+    ("name", "pins"),
+    [
+        ("recurrence", {"stages": 2, "microbatches": 2}),
+        ("recurrence", {"microbatches": 2}),
+        ("windows", {"microbatches": 2}),
+    ],
 )
-def test_beside_stages_and_microbatches(ranks: Ranks, pins: dict[str, Any]) -> None:
-    results = ranks.run(steps, "recurrence", (2, 2), {"b": "context"}, pins)
+def test_beside_stages_and_microbatches(ranks: Ranks, name: str, pins: dict[str, Any]) -> None:
+    results = ranks.run(steps, name, (2, 2), {"b": "context"}, pins)
     assert max(worst for worst, _ in results) < TOLERANCE
     if "stages" not in pins:
         assert min(sends for _, sends in results) > 0

@@ -115,16 +115,32 @@ def test_batches_of_other_sizes_have_the_names_of_the_first() -> None:
     }
 
 
-def test_a_batch_without_a_dim_of_samples_stays(made: tuple[nn.Module, dict[str, torch.Tensor], Plan, str]) -> None:
-    class Two(Named):
-        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * scale.sum()
+@pytest.mark.parametrize(
+    ("others", "samples"),
+    [
+        ({}, {8, 16, 32}),
+        ({"scale": torch.zeros(3)}, {8, 16, 32}),
+        ({"scale": torch.tensor(2.0)}, {8, 16, 32}),
+        ({"scale": torch.zeros(1, 32)}, {8, 16, 32}),
+        ({"x": torch.zeros(())}, {0}),
+    ],
+)
+def test_samples_are_those_of_most_tensors(others: dict[str, torch.Tensor], samples: set[int]) -> None:
+    """A number, or a table for all samples, has no rows to scale: it hid all batches of other sizes."""
 
-    model, batch = Two(), {"x": torch.zeros(16, 32), "scale": torch.zeros(3)}
-    found = find_plan(model, batch, cluster=slow_devices(), axes={"a": 2}, search=Search(recipe="ddp")).plan
-    cases = what_if(model, batch, found, budget=1e9, search=Search(recipe="ddp"))
+    class Two(Named):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x.expand(16, 32) if x.ndim == 0 else x) * (1 if scale is None else scale.sum())
+
+    model, batch = Two(), {"x": torch.zeros(16, 32), **others}
+    search = Search(recipe="ddp" if 16 in samples else None)
+    found = find_plan(model, batch, cluster=slow_devices(), axes={"a": 2}, search=search).plan
+    cases = what_if(model, batch, found, budget=1e9, search=search)
     assert {c.devices for c in cases} == {1, 2, 4}
-    assert len({c.samples for c in cases}) == 1
+    assert {c.samples for c in cases} == samples
+    assert not [c.reason for c in cases if c.reason]
+    by_samples = {c.samples: c.memory_bytes for c in cases if c.devices == 1 and c.budget == 1e9}
+    assert len(set(by_samples.values())) == len(samples)
 
 
 class Particular(Named):

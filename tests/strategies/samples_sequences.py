@@ -115,6 +115,36 @@ def shifts() -> Iterator[Sample]:
     yield call(aten.constant_pad_nd.default, boolean(8), [1, -1], True)
 
 
+def windows() -> Iterator[Sample]:
+    """Windows of padded dims, and patches of images: with rows before, behind, of both, and none."""
+    for shape, dim, size, step, low, high in (
+        ((2, 8, 3), 1, 4, 1, 3, 0),
+        ((2, 8), 1, 3, 1, 1, 1),
+        ((8, 2), 0, 6, 2, 2, 2),
+        ((2, 12), 1, 4, 2, 0, 3),
+        ((16,), 0, 8, 4, 5, 0),
+    ):
+        numbers = dim, size, step, low, high
+        for fill in (0, 1.5):
+            yield call(ours.padded_windows.default, x(*shape), *numbers, fill)
+        grad = torch.randn_like(ours.padded_windows.default(x(*shape), *numbers, 0))
+        yield call(ours.padded_windows_backward.default, grad, list(shape), *numbers)
+    yield call(ours.padded_windows.default, torch.complex(x(8), x(8)), 0, 2, 1, 1, 0, 0)
+    yield call(ours.padded_windows_backward.default, torch.complex(x(8, 2), x(8, 2)), [8], 0, 2, 1, 1, 0)
+    for shape, kernel, dilation, padding, stride in (
+        ((2, 3, 8, 4), [3, 3], [1, 1], [1, 1], [1, 1]),
+        ((2, 2, 8, 6), [4, 3], [1, 1], [1, 0], [2, 1]),
+        ((2, 8, 8), [3, 2], [2, 1], [2, 0], [1, 2]),
+        ((1, 2, 8, 8), [2, 2], [1, 1], [0, 0], [2, 2]),
+        ((1, 2, 8, 8), [1, 3], [1, 1], [0, 1], [1, 1]),
+        ((1, 2, 8, 4), [3, 3], [1, 1], [0, 1], [1, 1]),  # of another length
+    ):
+        numbers = kernel, dilation, padding, stride
+        yield call(aten.im2col.default, x(*shape), *numbers)
+        columns = torch.randn_like(aten.im2col.default(x(*shape), *numbers))
+        yield call(aten.col2im.default, columns, list(shape[-2:]), *numbers)
+
+
 def convolutions() -> Iterator[Sample]:
     def both(a: torch.Tensor, w: torch.Tensor, bias: bool, *rest: Any) -> Iterator[Sample]:
         mine = len(rest) == 5
@@ -149,4 +179,4 @@ def convolutions() -> Iterator[Sample]:
     yield from both(x(2, 2, 8, 8), x(4, 1, 3, 3), True, [2, 2], [1, 1], [1, 1], False, [0, 0], 2)
 
 
-FAMILIES = (scans, recurrences, masked_attention, shifts, convolutions)
+FAMILIES = (scans, recurrences, masked_attention, shifts, windows, convolutions)

@@ -61,6 +61,40 @@ class Shifts(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
+class Windows(nn.Module):
+    """Windows that overlap: behind each position, around it, and of blocks beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.taps, self.near, self.head = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(3)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(x)
+        x = x + torch.einsum("nthk,kh->nth", F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1), self.taps)
+        x = x + F.pad(x, (0, 0, 1, 1), value=0.5).unfold(1, 3, 1).amax(-1).sin() * self.near.sum()
+        blocks = F.pad(x, (0, 0, 2, 2)).unfold(1, 6, 2)  # of two positions, with those before and behind
+        weights = torch.einsum("nbqh,nbhk->nbqk", x.unfold(1, 2, 2).mT, blocks).softmax(-1)
+        x = x + torch.einsum("nbqk,nbhk->nbqh", weights, blocks).flatten(1, 2)
+        return x.square().mean()
+
+
+class Patches(nn.Module):
+    """Patches of images that overlap, and patches added up where they overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.out = nn.Linear(27, 8), nn.Linear(8 * 4 * 3, 4), nn.Linear(4, 2 * 3 * 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[2:]
+        h = self.first(F.unfold(x, 3, padding=1).mT).tanh().mT.unflatten(2, (height, width))
+        h = self.second(F.unfold(h, (4, 3), padding=1, stride=2).mT).tanh()
+        made = F.fold(self.out(h).mT, (height, width), (3, 5), padding=(1, 2), stride=2)
+        return made.square().mean()
+
+
 class Pictures(nn.Module):
     """Pictures' features in the places of tokens, as multimodal models have them; rows beside others and by indices."""
 
@@ -184,10 +218,12 @@ SMALL = int((_TOKENS <= 2).sum())
 MODELS: dict[str, tuple[type[nn.Module], Tensor]] = {
     "recurrence": (Stack, _drawn(2, 16, 8)),
     "shifts": (Shifts, _TOKENS),
+    "windows": (Windows, _drawn(2, 16, 8)),
     "pictures": (Pictures, _TOKENS),
     "selective": (Selective, _drawn(2, 16, 8)),
     "chunks": (Chunks, _drawn(2, 32, 8)),
     "residual": (Residual, _drawn(2, 3, 32)),
+    "patches": (Patches, _drawn(2, 3, 16, 8)),
     "image": (Image, _drawn(2, 3, 16, 8)),
 }
 """A class and a batch, by name."""

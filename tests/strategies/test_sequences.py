@@ -55,6 +55,8 @@ def test_equal_values(name: str, axes: dict[str, int]) -> None:
         ("recurrence", {"a": 2, "b": 2}),
         ("shifts", {"a": 4}),
         ("pictures", {"a": 4}),
+        ("windows", {"a": 4}),
+        ("patches", {"a": 2}),
         *(
             pytest.param(name, axes, marks=deep)
             for name, axes in (("recurrence", {"a": 4}), ("shifts", {"a": 2, "b": 2}))

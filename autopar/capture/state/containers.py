@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.state.code.owner import Scope
+from autopar.capture.state.code.owner import STANDS_FOR, Scope
 from autopar.capture.state.slots import SCOPES
 from autopar.capture.state.values import OWN, Path, Step, attributes_of, children, set_attribute, slots_of
 
@@ -183,4 +183,5 @@ class Threads:
             else:
                 own(value, name, new)
 
+        setattr(noting, STANDS_FOR, own)
         return noting

@@ -12,8 +12,9 @@ After::
     before = aten.constant_pad_nd(x, [1, -1], 0)
     causal = autopar.padded_convolution(x, w, b, [1], [3], [0], ...)
 
-So are zeros before a convolution, and gradients of all of these. A dim of another length is another factor, which no
-split of the sequence reaches.
+So are windows of what is padded (``F.pad(x, (2, 0)).unfold(1, 3, 1)``, `autopar.padded_windows`), zeros before a
+convolution, and gradients of all of these. A dim of another length is another factor, which no split of the sequence
+reaches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from torch import fx
 from autopar.ir.graph import computed, copy_graph, insert_call
 from autopar.ir.module_outputs import pass_on
 from autopar.ir.ops.sequence.halo import pads
-from autopar.ir.ops.sequence.padded_convolution import padded_convolution, padded_convolution_backward
+from autopar.ir.ops.sequence.padded.convolution import padded_convolution, padded_convolution_backward
+from autopar.ir.ops.sequence.padded.windows import padded_windows, padded_windows_backward
 from autopar.ir.program import Program
 
 aten = torch.ops.aten
@@ -43,7 +45,7 @@ def merge_windows(program: Program) -> Program:
     if not any(n.target in _FOUND for n in program.graph.graph.nodes):
         return program
     graph = copy_graph(program.graph)
-    for form in (_shift, _pad_of_convolution, _cut_of_convolution, _gradients):
+    for form in (_unfolded, _unfolded_backward, _shift, _pad_of_convolution, _cut_of_convolution, _gradients):
         for node in list(graph.graph.nodes):
             form(graph.graph, node)
     graph.graph.eliminate_dead_code()
@@ -157,6 +159,58 @@ def _shift(graph: fx.Graph, node: fx.Node) -> None:
         return
     numbers = pads(_value(node).ndim, whole.dim, whole.low, whole.high)
     _become(node, aten.constant_pad_nd.default, whole.source, numbers, whole.fill)
+
+
+def _unfolded(graph: fx.Graph, node: fx.Node) -> None:
+    """Windows of what is padded, one for each step of the tensor without the padding."""
+    if node.target is not aten.unfold.default:
+        return
+    source, dim, size, step = node.args
+    ends = _ends(source)
+    if ends is None or ends.fill is None or not _covers(ends, dim, size, step):
+        return
+    _become(node, padded_windows, ends.source, ends.dim, size, step, ends.low, ends.high, ends.fill)
+
+
+def _unfolded_backward(graph: fx.Graph, node: fx.Node) -> None:
+    """Gradients of windows, from which that of the padding is cut; where they are added up, of each."""
+    cut = _ends(node)
+    if cut is None or max(cut.low, cut.high) > 0:
+        return
+    if cut.source.target is aten.unfold_backward.default:
+        args: Any = cut.source.args
+        grad, _, *numbers = args
+        padded = replace(cut, source=node, low=-cut.low, high=-cut.high)
+        if _covers(padded, *numbers):
+            sizes = list(_value(node).shape)
+            _become(node, padded_windows_backward, grad, sizes, cut.dim, *numbers[1:], padded.low, padded.high)
+    elif cut.source.target is aten.add.Tensor and len(cut.source.users) == 1 and _adds_windows(cut.source):
+        with graph.inserting_before(node):
+            parts = [insert_call(graph, node, node.target, n, *node.args[1:]) for n in cut.source.all_input_nodes]
+        _become(node, aten.add.Tensor, *parts)
+        graph.erase_node(cut.source)  # a reader of sums below
+        for part in parts:
+            _unfolded_backward(graph, part)
+
+
+def _adds_windows(node: fx.Node) -> bool:
+    """Whether a sum has gradients of windows in it: of tensors alike, which nothing else reads."""
+    a, b = node.args[:2]
+    alike = isinstance(a, fx.Node) and isinstance(b, fx.Node) and a is not b and _value(a).shape == _value(b).shape
+    if not alike or node.kwargs or any(len(n.users) > 1 for n in node.all_input_nodes):
+        return False
+    targets = {n.target for n in node.all_input_nodes}
+    return aten.unfold_backward.default in targets or any(
+        n.target is aten.add.Tensor and _adds_windows(n) for n in node.all_input_nodes
+    )
+
+
+def _covers(ends: _Ends, dim: Any, size: Any, step: Any) -> bool:
+    """Whether there is a window for each step of a dim that is padded, none of which is beyond a neighbor."""
+    whole = ends.size + ends.low + ends.high
+    if ends.dim != dim % _value(ends.source).ndim or min(ends.low, ends.high) < 0 or size < step:
+        return False
+    return bool(step * ((whole - size) // step + 1) == ends.size and 2 * (size - step) <= ends.size)
 
 
 @dataclass(frozen=True)

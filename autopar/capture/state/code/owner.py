@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
+from types import FunctionType
 from typing import Any
 
 from autopar.capture.state.code.objects import own_values
 
 MISSING = object()
 """In place of the value of a name that is not there."""
+
+
+STANDS_FOR = "_autopar_stands_for"
+"""Attribute of a ``__setattr__`` that is put on a class while assignments are noted: the class's own one, or None."""
 
 
 class Owner:
@@ -26,7 +31,15 @@ class Owner:
 
     def values(self) -> Mapping[str, Any]:
         """What it holds now, by name."""
-        return self.space if isinstance(self.space, dict) else own_values(self.space)
+        if isinstance(self.space, dict):
+            return self.space
+        found = own_values(self.space)
+        put_on = vars(found["__setattr__"]) if isinstance(found.get("__setattr__"), FunctionType) else {}
+        if STANDS_FOR not in put_on:
+            return found
+        others = {name: value for name, value in found.items() if name != "__setattr__"}
+        own = put_on[STANDS_FOR]
+        return others if own is None else others | {"__setattr__": own}
 
     def __getitem__(self, name: str) -> Any:
         """The value of a name."""

@@ -113,6 +113,27 @@ def other_dims(x: Tensor, _: nn.Conv1d) -> Tensor:
     return x.flip(2).cumsum(1).flip(2) + x.flip(1, 2).cumsum(1).flip(1, 2)
 
 
+def unfolded(x: Tensor, _: nn.Conv1d) -> Tensor:
+    wide = F.pad(x, (0, 0, 1, 1))  # read by three windows, whose gradients add up
+    return (
+        wide.unfold(1, 3, 1).square().sum(-1)
+        + wide.unfold(1, 3, 1).amax(-1) * wide[:, 2:]
+        + F.pad(x, (0, 0, 2, 0), value=3.0).unfold(-2, 4, 2).sum((1, 3))[:, None]
+    )
+
+
+def unfolded_otherwise(x: Tensor, _: nn.Conv1d) -> Tensor:
+    """Nothing before, too few windows, along another dim, gaps, read by more than windows, and of all rows."""
+    wide = F.pad(x, (0, 0, 1, 1))
+    wide = wide.unfold(1, 3, 1).sum(-1) + wide[:, 1:-1].exp()
+    few = (
+        F.pad(x, (0, 0, 1, 0)).unfold(1, 3, 1).mean((1, 3))
+        + F.pad(x, (0, 0, 1, 1)).unfold(2, 3, 1).mean((1, 3, 2))[:, None]
+    )
+    gaps = F.pad(x, (0, 0, 1, 1)).unfold(1, 2, 3).mean((1, 3)) + F.pad(x, (0, 0, 4, 3)).unfold(1, 8, 1).mean((1, 3))
+    return wide + (x.unfold(1, 3, 1).mean((1, 3)) + few + gaps)[:, None]
+
+
 CONVOLUTIONS = ("padded_convolution", "padded_convolution_backward")
 
 
@@ -136,6 +157,8 @@ CONVOLUTIONS = ("padded_convolution", "padded_convolution_backward")
         (lost, {}, ("masked_fill",), ("constant_pad_nd", "slice")),
         (two_fillings, {}, ("constant_pad_nd",), ()),
         (far, {}, ("constant_pad_nd", "slice"), ()),
+        (unfolded, {}, ("padded_windows", "padded_windows_backward"), ("unfold", "unfold_backward")),
+        (unfolded_otherwise, {}, ("unfold", "unfold_backward", "padded_windows"), ()),
         (scanned, {}, ("cumsum", "reverse_cumsum"), ("flip",)),
         (other_dims, {}, ("cumsum", "flip"), ()),
     ],

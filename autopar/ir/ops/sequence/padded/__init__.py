@@ -1,0 +1,1 @@
+"""Operators on a dim that is padded first, as one: what is padded would have another length."""
