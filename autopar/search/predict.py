@@ -183,6 +183,7 @@ def _account(
     """All that a plan costs, of the program as it is; ``shared``: of one with a layer more, see `_Account`."""
     assignment = assign(program, dims, plan, classes)
     account = _Account(program, dims, classes, machine_of(plan), regions_of(program), assignment, shared=dict(shared))
+    account.together = plan.overlap
     moved = all_moves(program, dims, assignment, Tables(account.machine))
     _count_operators(program, dims, assignment, classes, account, moved)
     _count_moves(program, dims, assignment, classes, account, moved)
@@ -200,7 +201,7 @@ class _Account:
 
     ``launches``: how many kernels, copies and messages of their own the host launches in a step; ``buckets``: messages
     that travel together by what these have in common: how many there are block by block, their bytes, and how often
-    they are sent.
+    they are sent. Not ``together``: only gradients that are summed travel so.
 
     ``places`` says in which regions a value is moved in the forward or backward pass, and what kind of moves these are;
     ``shared`` where the values of a class are moved to their consumer layout, and what kind of move that is. With
@@ -216,6 +217,7 @@ class _Account:
     compute: float = 0.0
     communication: float = 0.0
     launches: float = 0.0
+    together: bool = True
     buckets: dict[tuple[str, int, int, bool], list[float]] = field(default_factory=dict)
     host_seconds: float = 0.0
     host_bytes: float = 0.0
@@ -279,9 +281,9 @@ class _Account:
             copies: kernels of the device's own, each time.
         """
         self.launches += copies * times
-        if move.kind in LOCAL_MOVES:
+        if move.kind in LOCAL_MOVES or self.machine.sizes[move.axis] == 1:
             return
-        if kind in BLOCKING_KINDS:
+        if kind in BLOCKING_KINDS or not (self.together or move.kind == "all_reduce"):
             self.launches += times
             return
         # Blocks travel together, too, as long as a bucket has room.
