@@ -188,11 +188,13 @@ def _traffic(by_axis: Mapping[str, float], axes: Sequence[str]) -> str:
 def _totals(plan: Plan) -> RenderableType:
     """Figures of a whole step on one device: seconds, traffic by axis, and memory by category."""
     predicted = plan.predicted
-    exposed = format_seconds(max(0.0, predicted.step_seconds - predicted.compute_seconds - predicted.host_seconds))
+    exposed = format_seconds(max(0.0, predicted.device_seconds - predicted.compute_seconds - predicted.host_seconds))
     if plan.overlap:
         exposed = f"{format_seconds(predicted.communication_seconds)}, {exposed} of it not hidden"
     split = f"compute {format_seconds(predicted.compute_seconds)}, communication {exposed}"
     split += f", copies to the host and back {format_seconds(predicted.host_seconds)}" if predicted.host_seconds else ""
+    waiting = predicted.waiting_seconds
+    split += f", waiting for the host to launch kernels {format_seconds(waiting)}" if waiting else ""
     apart = "" if plan.overlap else ", nothing overlapped"
     rows = [("predicted step", f"{format_seconds(predicted.step_seconds)}: {split}{apart}")]
     for name, size in plan.axes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,15 +23,17 @@ from autopar.ir.node_info import ChunkedMove
 from autopar.ir.plan import ModuleRow, Plan, Predicted
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
+from autopar.passes.collectives.bucket_collectives import bucket_bytes
+from autopar.passes.kernels.add_bias_in_product import adds_bias
 from autopar.search.emitted.rewritten import rewritten
-from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS, CHUNKED, WITHIN, Regions, regions_of
+from autopar.search.overlap.regions import BACKWARD, BEFORE, BLOCKING_KINDS, CHUNKED, WITHIN, Regions, regions_of
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, feature, no_features, step_time_of
-from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, all_moves, assign, machine_of
+from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, CountedMove, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, split_parts
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.lowered.cost import lowered_cost
-from autopar.sharding.operator_cost import arithmetic_dtype, operator_seconds
+from autopar.sharding.operator_cost import arithmetic_dtype, emitted_kernels, operator_seconds
 from autopar.sharding.redistribute import Redistributions, Tables
 from autopar.sharding.redistribute.moves import LOCAL_MOVES, Machine, Move, moved_bytes
 
@@ -88,6 +91,9 @@ def _predicted(program: Program, dims: Dims, plan: Plan, classes: LayerClasses, 
     predicted = Predicted(**totals)
     if plan.overlap:
         predicted = replace(predicted, step_seconds=seconds, chunked_seconds=max(in_one_piece - seconds, 0.0))
+    launching = _extrapolated(program, [a.launched for a in accounts]) * machine_of(plan).device.host
+    waiting = max(launching - predicted.step_seconds, 0.0)
+    predicted = replace(predicted, step_seconds=predicted.step_seconds + waiting, waiting_seconds=waiting)
     modules = [_rows(a.program, a.dims, plan, a.assignment, a) for a in accounts]
     if repeat is None:
         return predicted, modules[0]
@@ -177,8 +183,10 @@ def _account(
     """All that a plan costs, of the program as it is; ``shared``: of one with a layer more, see `_Account`."""
     assignment = assign(program, dims, plan, classes)
     account = _Account(program, dims, classes, machine_of(plan), regions_of(program), assignment, shared=dict(shared))
-    _count_operators(program, dims, assignment, classes, account)
-    _count_moves(program, dims, assignment, classes, account)
+    account.together = plan.overlap
+    moved = all_moves(program, dims, assignment, Tables(account.machine))
+    _count_operators(program, dims, assignment, classes, account, moved)
+    _count_moves(program, dims, assignment, classes, account, moved)
     _count_copies(program, dims, assignment, account, plan.optimizer)
     return account
 
@@ -190,6 +198,10 @@ SharedMove = tuple[str, int, bool, bool]
 @dataclass
 class _Account:
     """Totals, by node, module and axis.
+
+    ``launches``: how many kernels, copies and messages of their own the host launches in a step; ``buckets``: messages
+    that travel together by what these have in common: how many there are block by block, their bytes, and how often
+    they are sent. Not ``together``: only gradients that are summed travel so.
 
     ``places`` says in which regions a value is moved in the forward or backward pass, and what kind of moves these are;
     ``shared`` where the values of a class are moved to their consumer layout, and what kind of move that is. With
@@ -204,6 +216,9 @@ class _Account:
     assignment: Assignment
     compute: float = 0.0
     communication: float = 0.0
+    launches: float = 0.0
+    together: bool = True
+    buckets: dict[tuple[str, int, int, bool], list[float]] = field(default_factory=dict)
     host_seconds: float = 0.0
     host_bytes: float = 0.0
     seconds: dict[fx.Node, float] = field(default_factory=lambda: defaultdict(float))
@@ -253,6 +268,38 @@ class _Account:
                 self.collectives[name][made.kind] -= move.times
                 self.communication -= self.machine.seconds(made) * move.times
 
+    def launch(self, region: str, kind: int, move: Move, size: float, times: int, share: float, copies: float) -> None:
+        """Add the launches of a move.
+
+        Args:
+            region: of the move.
+            kind: of communication, see `autopar.search.overlap.regions`.
+            move: the move.
+            size: bytes in a step.
+            times: that it runs.
+            share: see `Regions.share`.
+            copies: kernels of the device's own, each time.
+        """
+        self.launches += copies * times
+        if move.kind in LOCAL_MOVES or self.machine.sizes[move.axis] == 1:
+            return
+        if kind in BLOCKING_KINDS or not (self.together or move.kind == "all_reduce"):
+            self.launches += times
+            return
+        # Blocks travel together, too, as long as a bucket has room.
+        found = self.buckets.setdefault((move.collective, move.axis, kind, region.endswith(BACKWARD)), [0.0, 0.0, 1.0])
+        found[0] += share * times
+        found[1] += size
+        found[2] = max(found[2], times)
+
+    @property
+    def launched(self) -> float:
+        """How many kernels and collectives the host launches in a step."""
+        found = self.launches
+        for (_, axis, *_), (messages, size, runs) in self.buckets.items():
+            found += min(messages, runs * math.ceil(size / runs / bucket_bytes(self.machine, self.machine.names[axis])))
+        return found
+
     def copy(self, node: fx.Node, size: float, seconds: float, region: str) -> None:
         """Add what a device has in host memory, and the seconds to copy it there and back in a step."""
         self.add(region, KERNELS, seconds)
@@ -287,9 +334,14 @@ class _Account:
 
 
 def _count_operators(
-    program: Program, dims: Dims, assignment: Assignment, classes: LayerClasses, account: _Account
+    program: Program,
+    dims: Dims,
+    assignment: Assignment,
+    classes: LayerClasses,
+    account: _Account,
+    moved: Container[Value],
 ) -> None:
-    known: dict[tuple[str, tuple[str, ...]], float] = {}
+    known: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
     machine = account.machine
     for node, names in assignment.strategies.items():
         operator = dims.operators[node]
@@ -297,23 +349,33 @@ def _count_operators(
         key = (classes.key[node], names)
         if key not in known:
             one = candidates(operator, machine.sizes, allowed=[[n] for n in names])
-            known[key] = float(operator_seconds(operator, one, machine)[0])
+            launches = float(emitted_kernels(operator, names, machine).launches.sum()) if machine.device.host else 0.0
+            known[key] = float(operator_seconds(operator, one, machine)[0]), launches
         recompute, runs = assignment.recompute, program.runs(node)
         # An invariant that is saved runs once per step; a recomputed operator runs in the backward pass, too, and one
         # that only recomputed operators read runs there alone.
         first = 1 if node in assignment.hoisted else runs * (node not in recompute.backward_only)
         recomputed = runs * recompute.times(node)
-        account.kernels(node, known[key] * first, known[key] * recomputed, hoisted=node in assignment.hoisted)
+        seconds, launches = known[key]
+        account.kernels(node, seconds * first, seconds * recomputed, hoisted=node in assignment.hoisted)
+        if not adds_bias(node) or producer(node.all_input_nodes[0]) in moved:  # else it is part of the product
+            account.launches += launches * (first + recomputed)
         _count_lowering(node, dims, names, account, (first, recomputed))
 
 
 def _count_moves(
-    program: Program, dims: Dims, assignment: Assignment, classes: LayerClasses, account: _Account
+    program: Program,
+    dims: Dims,
+    assignment: Assignment,
+    classes: LayerClasses,
+    account: _Account,
+    moved: Mapping[Value, list[CountedMove]],
 ) -> None:
     tables = Tables(account.machine)
     sizes: dict[tuple[Redistributions, tuple[Move, ...]], list[float]] = {}
+    copies: dict[tuple[Redistributions, tuple[Move, ...]], Floats] = {}
     known: dict[tuple[Any, frozenset[str]], Floats] = {}
-    regions, axes, moved = account.regions, len(account.machine.names), all_moves(program, dims, assignment, tables)
+    regions, axes = account.regions, len(account.machine.names)
     readers = _readers(program, assignment, moved)
     for value, counted in moved.items():
         table, moves, node = tables.of(dims.types[value]), [move for move, _, _ in counted], value[0]
@@ -321,6 +383,7 @@ def _count_moves(
         chunks = regions.chunkable.get(value, frozenset())
         if key not in sizes:
             sizes[key] = [moved_bytes(table.type, move, account.machine.sizes, account.machine.load) for move in moves]
+            copies[key] = table.launches(moves)
         for kinds in {frozenset(), chunks}:
             if (key, kinds) not in known:
                 known[key, kinds] = table.chunked_seconds(moves, kinds)
@@ -347,6 +410,7 @@ def _count_moves(
             kernels, told = _features_of(whole[:, i], move.axis, axes, kind, share)
             account.add(region, KERNELS, kernels * times)
             account.add(region, sent, told * times)
+            account.launch(region, kind, move, size * times, times, share, float(copies[key][i]))
             if chunks:
                 more = account.hideable.setdefault(region, no_features(axes))
                 least_kernels, least_told = _features_of(least[:, i], move.axis, axes, kind, share)
@@ -391,6 +455,7 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
         size = type_.bytes / split_parts(layout, machine.sizes)
         seconds = 2 * float(copy_seconds(size, machine.device)) * program.runs(node)
         account.copy(node, size, seconds, account.regions.names[node])
+        account.launches += 2 * program.runs(node)
 
 
 def _count_lowering(
@@ -410,6 +475,7 @@ def _count_lowering(
         axis, seconds = machine.names.index(made.axis), machine.seconds(made) * each
         account.move(node, made.kind, axis, made.bytes, times * each)
         account.communication += seconds * times
+        account.launches += each * times
         within = feature(WITHIN, axis, len(machine.names))
         account.add(first, within, seconds * runs[0])
         if runs[1]:

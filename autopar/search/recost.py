@@ -26,7 +26,8 @@ SAME = 1e-6
 """Figures that are this close, relatively, are the same: sums are in other orders."""
 
 _FIGURES = ("step_seconds", "compute_seconds", "communication_seconds", "memory_bytes", "peak_bytes",
-            "communication_bytes", "collectives", "host_seconds", "host_bytes", "room")  # fmt: skip
+            "communication_bytes", "collectives", "host_seconds", "host_bytes", "room",
+            "waiting_seconds")  # fmt: skip
 
 
 def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Plan:

@@ -23,6 +23,7 @@ from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
 from autopar.search.overlap.combine import combined
+from autopar.search.overlap.launches import least_launching
 from autopar.search.overlap.step_time import Floats, step_time_of
 from autopar.search.overlap.weights import Weights
 from autopar.search.predict import predict, step_features
@@ -153,8 +154,8 @@ class Rounds:
 
     @property
     def best(self) -> Plan:
-        """The fastest plan."""
-        return min(self.plans, key=lambda plan: plan.predicted.step_seconds)
+        """The fastest plan; of those for which the device waits for the host as long, that which leaves it more."""
+        return min(self.plans, key=lambda plan: (plan.predicted.step_seconds, plan.predicted.device_seconds))
 
     def search(self, weights: Weights) -> None:
         """Search under some weights.
@@ -184,7 +185,7 @@ class Rounds:
             weights, most = self.strongest.at_level(self.cuts, self.bound)
             if most - self.bound < CLOSE * most:  # no weights have a much higher bound
                 break
-            bound, seconds = self.bound, self.best.predicted.step_seconds
+            bound, seconds = self.bound, self.best.predicted.device_seconds
             try:
                 self.search(weights)
             except PrunedError:
@@ -194,7 +195,7 @@ class Rounds:
                 break
             except InfeasibleError:
                 break
-            gained = max(self.bound - bound, seconds - self.best.predicted.step_seconds)
+            gained = max(self.bound - bound, seconds - self.best.predicted.device_seconds)
             # What memory costs is not a matter of weights, and each round searches it anew.
             if self.found[-1][0].plan.certificate.method == LAGRANGIAN and gained < CLOSE * seconds:
                 break
@@ -220,7 +221,7 @@ class Rounds:
     def cut_in_vain(self) -> bool:
         """Whether chunks of the best plan could hide more than they do."""
         least = self.strongest.step.seconds(self._features(self.best))
-        seconds = self.best.predicted.step_seconds
+        seconds = self.best.predicted.device_seconds
         return seconds - least > CLOSE * seconds
 
     def price_memory(self, weights: Weights, memory: MemoryModel, frontier: Frontier) -> float:
@@ -297,12 +298,12 @@ class Rounds:
 
     def above_bound(self, share: float) -> bool:
         """Whether more than a share of the best plan's time is above the bound of the plans that are searched."""
-        seconds = self.best.predicted.step_seconds
+        seconds = self.best.predicted.device_seconds
         return seconds - self.bound > share * seconds
 
     def above_cost(self, share: float) -> bool:
         """Whether more than a share of the best plan's time is above what the last search counts for its own."""
-        seconds = self.best.predicted.step_seconds
+        seconds = self.best.predicted.device_seconds
         return seconds - self.found[-1][0].plan.certificate.objective > share * seconds
 
     def go_on(self, close: float = CLOSE) -> bool:
@@ -346,7 +347,7 @@ class Rounds:
 
         Whether it met any whose features are known.
         """
-        step, fastest = self.all_hidden.step, self.best.predicted.step_seconds
+        step, fastest = self.all_hidden.step, self.best.predicted.device_seconds
         better: tuple[Formulation, Ints] | None = None
         for built, labels in problem.met:
             self.built = self.built or built
@@ -370,15 +371,23 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Found:
-    """A plan, and what proves its bound: claims whose bounds add up, besides seconds that no plan avoids."""
+    """A plan, and what proves its bound: claims whose bounds add up, besides seconds that no plan avoids.
+
+    Attributes:
+        plan: what was found.
+        claims: about seconds of the device.
+        fixed: seconds of the device that no plan avoids.
+        launching: seconds in which the host launches kernels, see `least_launching`.
+    """
 
     plan: Plan
     claims: Sequence[Claim]
     fixed: float
+    launching: float
 
     @property
     def bound(self) -> float:
-        """Seconds that no plan falls below."""
+        """Seconds of the device that no plan falls below."""
         return self.plan.certificate.lower_bound
 
     def checked(self, job: Job, certificate: Certificate) -> Certificate:
@@ -388,7 +397,7 @@ class Found:
         job.progress("checking the bound", certificate.objective, certificate.lower_bound)
         seconds = job.search.time_limit / len(self.claims)
         proved = self.fixed + sum(examine(claim, seconds) for claim in self.claims)
-        return replace(certificate, checked=max(proved, 0.0))
+        return replace(certificate, checked=max(proved, self.launching))
 
 
 def _is_many(job: Job) -> bool:
@@ -418,10 +427,11 @@ def search_once(problem: BudgetProblem) -> Found:
     if problem.limits.expired():
         method = INTERRUPTED if requested() else TIME_LIMIT
         plan = replace(plan, certificate=replace(plan.certificate, method=method))
-    return Found(plan, claims, fixed)
+    return Found(plan, claims, fixed, least_launching(program, dims, classes, job.cluster.device))
 
 
 def as_predicted(plan: Plan, proof: Found) -> Certificate:
     """The plan's certificate: its own seconds, which are at least those that the search counts, and a bound of all."""
     seconds, known = plan.predicted.step_seconds, proof.plan.certificate
-    return replace(plan.certificate, objective=seconds, lower_bound=min(proof.bound, seconds), space=known.space)
+    bound = min(max(proof.bound, proof.launching), seconds)
+    return replace(plan.certificate, objective=seconds, lower_bound=bound, space=known.space)

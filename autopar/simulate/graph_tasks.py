@@ -62,7 +62,7 @@ def node_seconds(program: Program, plan: Plan) -> dict[str, float]:
 class GraphSeconds:
     """Seconds of parts of a rewritten graph, each run by itself: collectives beside kernels, as their order allows.
 
-    The host has launched them by then: it runs ahead while the device works on earlier microbatches.
+    The host runs ahead while the device works on earlier microbatches: a part takes at least what all its launches do.
     """
 
     def __init__(self, program: Program, plan: Plan) -> None:
@@ -73,12 +73,13 @@ class GraphSeconds:
     def of(self, nodes: Sequence[fx.Node]) -> float:
         """Of operators in this order; what they take from others is there."""
         walk = _Emitted(self._program, self._plan, [])
-        walk.seconds, walk.host = self._seconds, 0.0
+        walk.seconds = self._seconds
         walk.begin()
         walk.made_by = defaultdict(int, walk.made_by)
         for node in nodes:
             walk.add(node)
-        return simulate(walk.tasks).step_seconds
+        launching = sum(task.host for task in walk.tasks)
+        return max(simulate([replace(task, host=0.0) for task in walk.tasks]).step_seconds, launching)
 
 
 class _Emitted:

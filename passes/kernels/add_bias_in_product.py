@@ -35,7 +35,7 @@ def add_bias_in_product(program: Program, plan: Plan) -> Program:
     """Join each matrix product with the addition of a vector to it."""
     graph = program.graph.graph
     position = {n: i for i, n in enumerate(graph.nodes)}
-    found = [n for n in graph.nodes if n.target is aten.add.Tensor and _is_bias(n) and _follows(n, position)]
+    found = [n for n in graph.nodes if _is_joined(n) and _follows(n, position)]
     for node in found:
         product, bias = node.args
         own, other = info(product), info(node)
@@ -48,22 +48,28 @@ def add_bias_in_product(program: Program, plan: Plan) -> Program:
     return program
 
 
-def _is_bias(node: fx.Node) -> bool:
-    """Whether a node adds a vector to a product that nothing else reads, in the same part of the step."""
-    if node.kwargs or len(node.args) != 2:
+def adds_bias(node: fx.Node) -> bool:
+    """Whether a node adds a vector to a product that nothing else reads, in the same pass."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return False
     product, bias = node.args
     if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node) or product.target is not aten.mm.default:
         return False
     total, vector = node.meta["val"], bias.meta["val"]
-    if len(product.users) != 1 or vector.shape != total.shape[1:]:
+    if len(product.users) != 1 or vector.shape != total.shape[1:] or is_backward(product) != is_backward(node):
         return False
-    if not vector.dtype == product.meta["val"].dtype == total.dtype:
+    same: bool = vector.dtype == product.meta["val"].dtype == total.dtype
+    return same
+
+
+def _is_joined(node: fx.Node) -> bool:
+    """Whether a node of a rewritten graph adds a bias in the same part of the step, and is an operator of the plan."""
+    if not adds_bias(node):
         return False
-    own, other = info(product), info(node)
+    own, other = info(node.args[0]), info(node)  # type: ignore[arg-type]
     if own.operator is None or other.operator is None or own.takes_as_made or other.takes_as_made:
         return False
-    return (own.stage, own.hoisted, is_backward(product)) == (other.stage, other.hoisted, is_backward(node))
+    return (own.stage, own.hoisted) == (other.stage, other.hoisted)
 
 
 def _follows(node: fx.Node, position: Mapping[fx.Node, int]) -> bool:

@@ -178,7 +178,7 @@ def test_prediction_of_a_solved_plan() -> None:
     assert set(plan.predicted.memory_bytes) == {"parameters", "gradients", "optimizer", "buffers"}
     assert set(plan.predicted.communication_bytes) == set(AXES)
     assert plan.certificate.objective == pytest.approx(plan.predicted.step_seconds, rel=1e-6)
-    assert sum(m.seconds for m in plan.modules) == pytest.approx(plan.predicted.step_seconds)
+    assert sum(m.seconds for m in plan.modules) == pytest.approx(plan.predicted.device_seconds)
     assert all(p in (Replicate(), Split(0), Split(1)) for v in plan.parameters.values() for p in v)
 
 

@@ -83,8 +83,8 @@ class Predicted:
     """What one step costs on each device.
 
     Attributes:
-        step_seconds: compute, copies to host memory and back, and communication: that which kernels do not hide if the
-            plan overlaps, and else all of it.
+        step_seconds: compute, copies to host memory and back, communication: that which kernels do not hide if the
+            plan overlaps, and else all of it; and ``waiting_seconds``.
         compute_seconds: the part that is compute.
         memory_bytes: by category: parameters, gradients, optimizer, buffers.
         peak_bytes: by category, at the peak of the rewritten graph, see `autopar.memory.liveness`; empty where no
@@ -98,6 +98,7 @@ class Predicted:
             rows, see `autopar.passes.collectives.chunk_collectives`.
         host_seconds: copies to host memory and back.
         host_bytes: the most that a device has in host memory.
+        waiting_seconds: for which the device waits since the host launches kernels for longer than all else takes.
     """
 
     step_seconds: float = 0.0
@@ -111,6 +112,12 @@ class Predicted:
     communication_seconds: float = 0.0
     chunked_seconds: float = 0.0
     room: float = 1.0
+    waiting_seconds: float = 0.0
+
+    @property
+    def device_seconds(self) -> float:
+        """Of a step, as if the host launched everything in time."""
+        return self.step_seconds - self.waiting_seconds
 
 
 @dataclass(frozen=True)

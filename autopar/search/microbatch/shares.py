@@ -158,15 +158,18 @@ def with_shares(part: Program, plan: Plan) -> Plan:
     return replace(plan, predicted=last.predicted, modules=last.modules, certificate=certificate)
 
 
+_BY_RUNS = (
+    "step_seconds", "compute_seconds", "communication_seconds", "host_seconds", "host_bytes", "waiting_seconds"
+)  # fmt: skip
+"""Figures of a step that grow with the number of microbatches."""
+
+
 def _own(padded: Program, plan: Plan, machine: Cluster, count: int) -> Plan:
     if count > 1:
         return _alone(padded, plan, machine, count)
     # A program of one microbatch hoists nothing, and is another: what a step in two has more than one in three less.
     two, three = (_alone(padded, plan, machine, n) for n in (2, 3))
-    seconds = {
-        name: max(2 * getattr(two.predicted, name) - getattr(three.predicted, name), 0.0)
-        for name in ("step_seconds", "compute_seconds", "communication_seconds", "host_seconds", "host_bytes")
-    }
+    seconds = {name: max(2 * getattr(two.predicted, name) - getattr(three.predicted, name), 0.0) for name in _BY_RUNS}
     return replace(two, predicted=replace(two.predicted, **seconds))
 
 

@@ -133,6 +133,7 @@ class StagePlan:
             chunked_seconds=alone.chunked_seconds / shape.devices,
             peak_bytes=peak,
             room=room,
+            waiting_seconds=0.0,  # each graph of a stage takes at least as long as its launches
             memory_bytes={category: peak.get(category, 0.0) for category in alone.memory_bytes},
             communication_bytes={
                 **inside,

@@ -115,10 +115,28 @@ class MoveSeconds:
         """
         return self._local_seconds(moves, self._ends(moves))
 
+    def launches(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """How many of the device's own kernels each move has; none along an axis of one device."""
+        kernels = self._local_kernels(moves, self._ends(moves))[1]
+        return np.where([self.machine.sizes[m.axis] > 1 for m in moves], kernels, 0.0)
+
     def _local_seconds(self, moves: Sequence[Move], ends: NDArray[np.int64]) -> NDArray[np.float64]:
         if not moves:
             return np.zeros(0)
-        device, own = self.machine.device, item_bytes(self.type.dtype)
+        device, (moved, kernels) = self.machine.device, self._local_kernels(moves, ends)
+        seconds = moved / (device.bandwidth * device.streaming) + kernels * device.launch
+        # Counts of experts' rows are moved once for all rows that are sorted together, and the host waits for them.
+        if self.type.experts and not self.type.routed:
+            waits = [isinstance(m.target[m.axis], ByExpert) for m in moves]
+            seconds = seconds + host_wait_seconds(device) * np.array(waits, dtype=np.float64)
+        # Along an axis of one device nothing is emitted.
+        return np.asarray(np.where([self.machine.sizes[m.axis] > 1 for m in moves], seconds, 0.0), dtype=np.float64)
+
+    def _local_kernels(
+        self, moves: Sequence[Move], ends: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Bytes that the device's own kernels of each move read and write, and how many these are; ``moves``: some."""
+        own = item_bytes(self.type.dtype)
         sent, cast = (np.array(column, dtype=np.float64) for column in zip(*map(self._items, moves), strict=True))
         numbers: list[list[int]] = ends.tolist()
         before, after = (
@@ -131,13 +149,7 @@ class MoveSeconds:
         for i, move in enumerate(moves):
             if move.bits:
                 moved[i], kernels[i] = self._quantizing(move, int(before[i]), int(after[i]))
-        seconds = moved / (device.bandwidth * device.streaming) + kernels * device.launch
-        # Counts of experts' rows are moved once for all rows that are sorted together, and the host waits for them.
-        if self.type.experts and not self.type.routed:
-            waits = [isinstance(m.target[m.axis], ByExpert) for m in moves]
-            seconds = seconds + host_wait_seconds(device) * np.array(waits, dtype=np.float64)
-        # Along an axis of one device nothing is emitted.
-        return np.asarray(np.where([self.machine.sizes[m.axis] > 1 for m in moves], seconds, 0.0), dtype=np.float64)
+        return moved, kernels
 
     def _quantizing(self, move: Move, before: int, after: int) -> tuple[float, int]:
         """Bytes that kernels move where a message is in few bits, and how many kernels there are.
