@@ -4,7 +4,9 @@ The plan of each recipe, and of the search, is emitted twice: with collectives w
 with `Plan.overlap`. The bound is the larger of what the compute stream works and what the busiest link sends; no order
 of the same nodes is faster. With ``--pipelines``, models in stages instead: the bound is then that of each graph of a
 stage, in the same schedule, so that it has its bubble. With ``--chunks``, tensor parallelism on 8 GPUs with products in
-one piece and in chunks, and how much of what the forward pass sends is hidden. Nothing is measured on a GPU.
+one piece and in chunks, and how much of what the forward pass sends is hidden. With ``--families``, tiny models of
+every family, whose kernels take less than the host needs to launch them: what is predicted and what is simulated.
+Nothing is measured on a GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from autopar.compiler import program_of, rewrite, solve
+from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward
 from autopar.ir.node_info import info
 from autopar.ir.plan import EVERY, Plan
@@ -41,6 +44,7 @@ from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 from autopar.simulate import COMMUNICATION, simulate
 from autopar.simulate.graph_tasks import emitted, node_seconds
+from benchmarks.zoo import FAMILIES
 
 TOKENS = 4096
 MESHES: tuple[dict[str, int], ...] = ({"gpu": 8}, {"node": 8, "gpu": 8})
@@ -95,6 +99,10 @@ PIPELINE_COLUMNS = (
     "collectives",
     "peak_GiB",
 )
+FAMILY_COLUMNS = (
+    "family", "mesh", "recipe", "predicted_us", "waiting_us", "simulated_us", "ratio", "without"
+)  # fmt: skip
+"""``without``: as if launches were not predicted."""
 
 
 def main() -> None:
@@ -104,6 +112,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="TEXT", default="", help="recipes that contain TEXT")
     parser.add_argument("--pipelines", action="store_true", help=f"on {STAGE_AXES}, {MICROBATCHES} microbatches")
     parser.add_argument("--chunks", action="store_true", help="tensor parallelism on 8 GPUs")
+    parser.add_argument("--families", action="store_true", help="tiny models of `benchmarks/zoo` on 4 GPUs")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     rows = []
@@ -116,7 +125,11 @@ def main() -> None:
             rows.append(row)
             if not options.json:
                 print("  ".join(f"{row[c]!s:>11}" for c in PIPELINE_COLUMNS), flush=True)
-    for axes in () if options.pipelines or options.chunks else MESHES:
+    for row in families(options.only) if options.families else ():
+        rows.append(row)
+        if not options.json:
+            print("  ".join(f"{row[c]!s:>12}" for c in FAMILY_COLUMNS), flush=True)
+    for axes in () if options.pipelines or options.chunks or options.families else MESHES:
         program = captured(math.prod(axes.values()), options.layers)
         dims = analyze(program)
         for recipe in (r for r in RECIPES if options.only in r and (len(axes) > 1 or r not in ("hsdp", "megatron"))):
@@ -194,6 +207,30 @@ def chunks(layers: int, only: str) -> Iterator[dict[str, Any]]:
                 "hidden": f"{1 - exposed / sent:.0%}",
                 "collectives": sum(info(n).collective is not None for n in local.graph.graph.nodes),
                 "peak_GiB": round(sum(peak_memory(local, plan).values()) / 2**30, 2),
+            }
+
+
+def families(only: str) -> Iterator[dict[str, Any]]:
+    """Rows of the table of tiny models."""
+    for name, make in FAMILIES.items():
+        if only not in name:
+            continue
+        program = program_of(*make())
+        for axes, recipe in itertools.product(({"a": 4}, {"a": 2, "b": 2}), RECIPES):
+            try:
+                plan = solve(program, axes, "h100", search=Search(recipe=None if recipe == "search" else recipe))
+            except (InfeasibleError, ValueError):  # no such plan of this model, or on so many axes
+                continue
+            known, step = plan.predicted, simulate(emitted(rewrite(program, plan), plan)).step_seconds
+            yield {
+                "family": name,
+                "mesh": "x".join(map(str, axes.values())),
+                "recipe": recipe,
+                "predicted_us": round(1e6 * known.step_seconds),
+                "waiting_us": round(1e6 * known.waiting_seconds),
+                "simulated_us": round(1e6 * step),
+                "ratio": round(step / known.step_seconds, 3),
+                "without": round(step / known.device_seconds, 2),
             }
 
 

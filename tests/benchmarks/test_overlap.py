@@ -22,3 +22,9 @@ def test_a_row_with_and_without() -> None:
     assert (before["overlap"], after["overlap"]) == ("no", "yes")
     assert after["collectives"] < before["collectives"]
     assert 1.0 <= after["ratio"] < before["ratio"]
+
+
+def test_tiny_models_wait_for_the_host() -> None:
+    row = next(overlap.families("llama"))
+    assert set(row) == set(overlap.FAMILY_COLUMNS)
+    assert row["waiting_us"] > 0 and 0.95 < row["ratio"] < 1.05 < row["without"]
