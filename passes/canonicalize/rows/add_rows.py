@@ -53,7 +53,9 @@ def _adds_rows(node: fx.Node, before: Set[fx.Node]) -> bool:
     args: Any = node.args
     if len(args) < 4 or not args[3] or not _is_zero(args[0]) or not node.meta["val"].is_floating_point():
         return False
-    if any(not isinstance(i, fx.Node) or i.meta["val"].dtype not in (torch.int64, torch.int32) for i in args[1]):
+    # Numbers of rows of several dims together may not be 32-bit ones.
+    whole = (torch.int64, torch.int32) if len(args[1]) == 1 else (torch.int64,)
+    if any(not isinstance(i, fx.Node) or i.meta["val"].dtype not in whole for i in args[1]):
         return False
     reads = [n for n in args[1][0].users if n in before and n.target is aten.index.Tensor and n.args[1] == args[1]]
     return any(_shape(n.args[0]) == _shape(node) and _shape(n) == _shape(args[2]) for n in reads)
