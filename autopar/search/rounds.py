@@ -397,7 +397,7 @@ class Found:
         job.progress("checking the bound", certificate.objective, certificate.lower_bound)
         seconds = job.search.time_limit / len(self.claims)
         proved = self.fixed + sum(examine(claim, seconds) for claim in self.claims)
-        return replace(certificate, checked=max(proved, self.launching))
+        return replace(certificate, checked=max(proved, min(self.launching, certificate.objective)))
 
 
 def _is_many(job: Job) -> bool:

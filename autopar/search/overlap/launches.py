@@ -15,8 +15,9 @@ from autopar.sharding.layer_classes import LayerClasses
 def launches(node: fx.Node, operator: Operator) -> bool:
     """Whether an operator of a canonical program is a kernel of its own, and no view or part of another's."""
     fused = operator.fused is not None and not operator.fused.launches
-    drawn = any(t is not None and t.drawn for t in operator.outputs)
-    return not (operator.rule.view or fused or drawn or adds_bias(node))
+    tensors = [t for t in (*operator.inputs, *operator.outputs) if t is not None]
+    drawn, empty = any(t.drawn for t in operator.outputs if t is not None), not any(t.bytes for t in tensors)
+    return not (operator.rule.view or fused or drawn or empty or adds_bias(node))
 
 
 def least_launching(program: Program, dims: Dims, classes: LayerClasses, device: Device) -> float:
