@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,10 +22,10 @@ from autopar.ir.node_info import ChunkedMove
 from autopar.ir.plan import ModuleRow, Plan, Predicted
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
-from autopar.passes.collectives.bucket_collectives import bucket_bytes
 from autopar.passes.kernels.add_bias_in_product import adds_bias
 from autopar.search.emitted.rewritten import rewritten
-from autopar.search.overlap.regions import BACKWARD, BEFORE, BLOCKING_KINDS, CHUNKED, WITHIN, Regions, regions_of
+from autopar.search.overlap.launches import Launches
+from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS, CHUNKED, WITHIN, Regions, regions_of
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, feature, no_features, step_time_of
 from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, CountedMove, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, split_parts
@@ -91,7 +90,7 @@ def _predicted(program: Program, dims: Dims, plan: Plan, classes: LayerClasses, 
     predicted = Predicted(**totals)
     if plan.overlap:
         predicted = replace(predicted, step_seconds=seconds, chunked_seconds=max(in_one_piece - seconds, 0.0))
-    launching = _extrapolated(program, [a.launched for a in accounts]) * machine_of(plan).device.host
+    launching = _extrapolated(program, [a.launches.count for a in accounts]) * machine_of(plan).device.host
     waiting = max(launching - predicted.step_seconds, 0.0)
     predicted = replace(predicted, step_seconds=predicted.step_seconds + waiting, waiting_seconds=waiting)
     modules = [_rows(a.program, a.dims, plan, a.assignment, a) for a in accounts]
@@ -182,8 +181,11 @@ def _account(
 ) -> _Account:
     """All that a plan costs, of the program as it is; ``shared``: of one with a layer more, see `_Account`."""
     assignment = assign(program, dims, plan, classes)
-    account = _Account(program, dims, classes, machine_of(plan), regions_of(program), assignment, shared=dict(shared))
-    account.together = plan.overlap
+    machine = machine_of(plan)
+    account = _Account(
+        program, dims, classes, machine, regions_of(program), assignment, Launches(machine, plan.overlap),
+        shared=dict(shared),
+    )  # fmt: skip
     moved = all_moves(program, dims, assignment, Tables(account.machine))
     _count_operators(program, dims, assignment, classes, account, moved)
     _count_moves(program, dims, assignment, classes, account, moved)
@@ -199,10 +201,6 @@ SharedMove = tuple[str, int, bool, bool]
 class _Account:
     """Totals, by node, module and axis.
 
-    ``launches``: how many kernels, copies and messages of their own the host launches in a step; ``buckets``: messages
-    that travel together by what these have in common: how many there are block by block, their bytes, and how often
-    they are sent. Not ``together``: only gradients that are summed travel so.
-
     ``places`` says in which regions a value is moved in the forward or backward pass, and what kind of moves these are;
     ``shared`` where the values of a class are moved to their consumer layout, and what kind of move that is. With
     a layer less the first of a class may be one that others read: what is extrapolated must be of the same regions.
@@ -214,11 +212,9 @@ class _Account:
     machine: Machine
     regions: Regions
     assignment: Assignment
+    launches: Launches
     compute: float = 0.0
     communication: float = 0.0
-    launches: float = 0.0
-    together: bool = True
-    buckets: dict[tuple[str, int, int, bool], list[float]] = field(default_factory=dict)
     host_seconds: float = 0.0
     host_bytes: float = 0.0
     seconds: dict[fx.Node, float] = field(default_factory=lambda: defaultdict(float))
@@ -267,38 +263,6 @@ class _Account:
                 self.module_sent[module_path(value[0])][name] -= sent * move.times
                 self.collectives[name][made.kind] -= move.times
                 self.communication -= self.machine.seconds(made) * move.times
-
-    def launch(self, region: str, kind: int, move: Move, size: float, times: int, share: float, copies: float) -> None:
-        """Add the launches of a move.
-
-        Args:
-            region: of the move.
-            kind: of communication, see `autopar.search.overlap.regions`.
-            move: the move.
-            size: bytes in a step.
-            times: that it runs.
-            share: see `Regions.share`.
-            copies: kernels of the device's own, each time.
-        """
-        self.launches += copies * times
-        if move.kind in LOCAL_MOVES or self.machine.sizes[move.axis] == 1:
-            return
-        if kind in BLOCKING_KINDS or not (self.together or move.kind == "all_reduce"):
-            self.launches += times
-            return
-        # Blocks travel together, too, as long as a bucket has room.
-        found = self.buckets.setdefault((move.collective, move.axis, kind, region.endswith(BACKWARD)), [0.0, 0.0, 1.0])
-        found[0] += share * times
-        found[1] += size
-        found[2] = max(found[2], times)
-
-    @property
-    def launched(self) -> float:
-        """How many kernels and collectives the host launches in a step."""
-        found = self.launches
-        for (_, axis, *_), (messages, size, runs) in self.buckets.items():
-            found += min(messages, runs * math.ceil(size / runs / bucket_bytes(self.machine, self.machine.names[axis])))
-        return found
 
     def copy(self, node: fx.Node, size: float, seconds: float, region: str) -> None:
         """Add what a device has in host memory, and the seconds to copy it there and back in a step."""
@@ -359,7 +323,7 @@ def _count_operators(
         seconds, launches = known[key]
         account.kernels(node, seconds * first, seconds * recomputed, hoisted=node in assignment.hoisted)
         if not adds_bias(node) or producer(node.all_input_nodes[0]) in moved:  # else it is part of the product
-            account.launches += launches * (first + recomputed)
+            account.launches.alone += launches * (first + recomputed)
         _count_lowering(node, dims, names, account, (first, recomputed))
 
 
@@ -410,7 +374,7 @@ def _count_moves(
             kernels, told = _features_of(whole[:, i], move.axis, axes, kind, share)
             account.add(region, KERNELS, kernels * times)
             account.add(region, sent, told * times)
-            account.launch(region, kind, move, size * times, times, share, float(copies[key][i]))
+            account.launches.move(region, kind, move, size * times, times, share, float(copies[key][i]))
             if chunks:
                 more = account.hideable.setdefault(region, no_features(axes))
                 least_kernels, least_told = _features_of(least[:, i], move.axis, axes, kind, share)
@@ -455,7 +419,7 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
         size = type_.bytes / split_parts(layout, machine.sizes)
         seconds = 2 * float(copy_seconds(size, machine.device)) * program.runs(node)
         account.copy(node, size, seconds, account.regions.names[node])
-        account.launches += 2 * program.runs(node)
+        account.launches.alone += 2 * program.runs(node)
 
 
 def _count_lowering(
@@ -475,7 +439,7 @@ def _count_lowering(
         axis, seconds = machine.names.index(made.axis), machine.seconds(made) * each
         account.move(node, made.kind, axis, made.bytes, times * each)
         account.communication += seconds * times
-        account.launches += each * times
+        account.launches.alone += each * times
         within = feature(WITHIN, axis, len(machine.names))
         account.add(first, within, seconds * runs[0])
         if runs[1]:

@@ -66,7 +66,7 @@ def _is_joined(node: fx.Node) -> bool:
     """Whether a node of a rewritten graph adds a bias in the same part of the step, and is an operator of the plan."""
     if not adds_bias(node):
         return False
-    own, other = info(node.args[0]), info(node)  # type: ignore[arg-type]
+    own, other = info(node.all_input_nodes[0]), info(node)
     if own.operator is None or other.operator is None or own.takes_as_made or other.takes_as_made:
         return False
     return (own.stage, own.hoisted) == (other.stage, other.hoisted)
