@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch_compat import storage_id
 from autopar.capture.harness import Harness, Seen
 from autopar.errors import CaptureError
 from autopar.ir.program import GRADIENTS, Input, Output, Program, State
@@ -48,15 +47,15 @@ def describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Program
         total=found.total,
         state=state,
     )
-    return replace(program, reached=_reached(program), storages=_storages(program))
+    return replace(program, reached=_reached(program), storages=_storages(seen))
 
 
-def _storages(program: Program) -> dict[tuple[str, str], int]:
-    """Which outputs share a storage; canonical graphs do not tell: they have no copies, and equal tensors once."""
-    described = list(zip(program.outputs, program.output_values, strict=True))[: program.forward_outputs]
-    stored = {(o.kind, o.name): storage_id(v.meta["val"]) for o, v in described if v is not None}
-    numbers = {own: number for number, own in enumerate(dict.fromkeys(stored.values()))}
-    return {output: numbers[own] for output, own in stored.items()}
+def _storages(seen: Seen) -> dict[tuple[str, str], int]:
+    """What shares a storage; canonical graphs do not tell: they have no copies, and equal tensors once."""
+    own = {("result", str(_number(i, seen))): m for i, m in enumerate(seen.memory) if i not in seen.assigned}
+    stored = {**seen.state_memory, **own, **{("buffer", name): seen.memory[i] for i, name in seen.assigned.items()}}
+    numbers = {storage: number for number, storage in enumerate(dict.fromkeys(stored.values()))}
+    return {key: numbers[storage] for key, storage in stored.items()}
 
 
 def _reached(program: Program) -> dict[tuple[str, str], frozenset[int]]:

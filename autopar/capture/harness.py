@@ -42,6 +42,8 @@ class Seen:
 
     Attributes:
         results: of the call.
+        memory: of each result a number of the storage that eager mode has it in.
+        state_memory: likewise of parameters, buffers and the batch's tensors after the call, by kind and name.
         assigned: buffers that get a new tensor, by the index of the result.
         writes: to the model's Python state.
         observed: calls of hooks that record.
@@ -57,6 +59,8 @@ class Seen:
 
     def __init__(self) -> None:
         self.results: Results | None = None
+        self.memory: list[int] = []
+        self.state_memory: dict[tuple[str, str], int] = {}
         self.assigned: dict[int, str] = {}
         self.writes: list[Write] = []
         self.observed: list[Observation] = []
@@ -109,6 +113,7 @@ class Harness(nn.Module):
         self.plain_parameters = {name for name, p in model.named_parameters() if isinstance(p, nn.Parameter)}
         self.attributes = {name: own for name, t in named if (own := tensor_attributes(t))}
         # Registered as None, or not at all, and set in forward: `named_buffers` does not show these.
+        self.copied: dict[int, torch.Tensor] = {}  # what a call keeps, by the index of the result
         self.tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
@@ -290,8 +295,14 @@ class Harness(nn.Module):
         self.seen.results = found
         if self.record is None:
             return found.tensors
+        named: dict[tuple[str, str], torch.Tensor] = {("parameter", n): p for n, p in self.model.named_parameters()}
+        named |= {("buffer", n): b for n, b in self.model.named_buffers()}
+        named |= {("batch", str(i)): t for i, t in enumerate(given)}
+        self.seen.state_memory = {key: storage_id(t) for key, t in named.items()}
+        self.seen.memory = [storage_id(self.copied.get(i, t)) for i, t in enumerate(found.tensors)]
+        self.copied.clear()
         # The tracer counts a view of an input as no output of its own, and gives it no gradient: such ones are copied.
-        inputs = {id(t) for t in (*self.model.parameters(), *self.model.buffers(), *given)}
+        inputs = {id(t) for t in named.values()}
         return tuple(t.clone() if t._is_view() or id(t) in inputs else t for t in found.tensors)
 
     def _add_state(
@@ -311,6 +322,7 @@ class Harness(nn.Module):
         def leaf(tensor: torch.Tensor) -> pytree.Leaf:
             if id(tensor) not in known:
                 known[id(tensor)] = len(results), tensor
+                self.copied[len(results)] = tensor
                 results.append(tensor.clone())  # it may be one of the inputs
             return pytree.Leaf(known[id(tensor)][0])
 
@@ -338,7 +350,7 @@ class Harness(nn.Module):
                 value = None if new is None else kept(new)
                 self.seen.writes.append(Write(path, (("attr", attribute),), value))
             else:
-                assigned[name] = _in_own_memory(new, trained).clone()
+                assigned[name] = _in_own_memory(new, trained)
         for name, new in self.model.named_buffers(remove_duplicate=False):
             if name not in before:  # registered as None, or in forward
                 path, _, attribute = name.rpartition(".")
@@ -351,7 +363,8 @@ class Harness(nn.Module):
                 f"the model makes parameter {min(made)!r} in forward: call the model once before parallelize()"
             )
         self.seen.assigned = dict(enumerate(assigned, len(results)))
-        results += assigned.values()
+        self.copied |= enumerate(assigned.values(), len(results))
+        results += (new.clone() for new in assigned.values())
 
 
 def _in_own_memory(tensor: torch.Tensor, trained: Mapping[int, str]) -> torch.Tensor:

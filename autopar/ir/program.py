@@ -239,7 +239,8 @@ class Program:
         withheld: results that carry gradients in the model, and not here: only the loss, or only scalars do.
         total: how the loss is made, where it is a result of the graph and none of the model.
         guards: what must hold of a call's floats for the graph to serve it.
-        storages: of outputs of the forward pass, by kind and name, a number of the storage that eager mode has each in.
+        storages: of results, and of parameters, buffers and batch tensors after the call, by kind and name, a number of
+            the storage that eager mode has each in.
         draws_in_kernels: what dropout in attention keeps takes no memory, as on GPUs.
         fused: a compiler puts pointwise operators and reductions that follow each other into one kernel, and costs are
             counted so.

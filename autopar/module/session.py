@@ -50,7 +50,7 @@ from autopar.runtime.state.optimizer_offload import OffloadedStates
 from autopar.runtime.state.optimizer_offload import offload_states as offload
 from autopar.runtime.state.parameters import checksum, contents, slice_replicated
 from autopar.runtime.state.storage import refuse_foreign_parameters
-from autopar.runtime.step.autograd import Call, run
+from autopar.runtime.step.autograd import Call, require_unwritten, run
 from autopar.runtime.step.input_gradients import input_forms
 from autopar.runtime.step.no_sync import DeferredReduction
 from autopar.search.pipeline.space import along_with, without_pipeline
@@ -87,6 +87,7 @@ class Session:
         deferred: gradients whose reduction `no_sync` has deferred.
         random_calls: how many calls drew random numbers.
         forwards: calls of the module's own forward, which one that is put in its place may leave out.
+        apart: of the latest call, results that eager mode has in memory of others.
         running: calls that are under way of one that is in the original's place.
         own_forward: what the original had in that place before; None: its class's.
         number: among the parallel modules of the mesh.
@@ -110,6 +111,7 @@ class Session:
         self.deferred = DeferredReduction(model.named_parameters)
         self.random_calls, self.number = 0, 0
         self.forwards, self.running = 0, 0
+        self.apart: list[tuple[str, torch.Tensor, int]] = []
         self.own_forward: Any = None
         if context.control is not None:
             self.number = len(context.control.calls)
@@ -145,6 +147,8 @@ class Session:
         """What the original returns: scalars plain, other tensors as DTensors."""
         refuse_tracers()
         refuse_hooks_of_all_modules()
+        apart, self.apart = self.apart, []
+        require_unwritten(apart)
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
         whole, tensors = tensors, own_part(tensors, self.context, self.options.inputs)
         # Of now: what follows asks for it until the user's code may have run.
@@ -180,6 +184,7 @@ class Session:
         call = Call(step, buffers, batch, tensors, self.deferred, name, passed)
         with self._random_numbers(found):
             results = run(call, [named[n] for n in step.parameters], [tensors[int(i)] for i in passed])
+        self.apart = call.apart
         for meter in self.meters if step.trains else ():
             meter.called(found)
         write_state(self, found, results, {n: b for n, b in buffers.items() if b is not before[n]})

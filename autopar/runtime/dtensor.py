@@ -261,8 +261,11 @@ def part_of(tensor: torch.Tensor, type_: TensorType, layout: Layout, context: Me
     return local_block(full_tensor(tensor), type_, layout, context.sizes, context.coordinates)
 
 
-def counting_writes(tensor: DTensor) -> DTensor:
+def counting_writes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose ``_version`` is that of the other from now on, and which holds none of its memory."""
-    found: DTensor = tensor.detach()  # type: ignore[assignment]
-    found._local_tensor = tensor._local_tensor.new_empty(0)
+    found = tensor.detach()
+    if isinstance(found, DTensor):
+        found._local_tensor = found._local_tensor.new_empty(0)
+    else:
+        found.data = found.new_empty(0)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -105,6 +106,59 @@ def test_what_graphs_read_again(ranks: Ranks) -> None:
         free = [("shift", False), ("apart", False), ("apart", True)]
         assert [said.pop(each) for each in free] == ["gradients"] * 3
         assert set(said.values()) == {error}
+
+
+class Alike(torch.nn.Module):
+    """Results that are memory of the batch, of parameters, of buffers or of one another in eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(16, 16)
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.up(x)
+        self.count.add_(1)
+        return h.square().mean(), x, self.up.weight.t(), self.count, h + 1, (h + 2).view(-1), x.clone()
+
+
+def said_of_results(rank: int, recipe: str) -> list[str]:
+    """By the result that is written: which error the backward pass, or the next call, ends in."""
+    from autopar.errors import AutoparError
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    torch.manual_seed(0)
+    batch = (torch.randn(8, 16, dtype=torch.float64),)
+    search = Search(recipe=recipe, seed=1)
+    model: Any = parallelize(Alike().double(), mesh_of(4), batch, cluster=slow_devices(), search=search, timeout=WAIT)
+    said = []
+    for number in range(1, 7):
+        for trained in (True, False):
+            with torch.set_grad_enabled(trained):
+                results = model(*batch)
+            with torch.no_grad():
+                results[number].mul_(2)
+            try:
+                results[0].backward() if trained else model(*batch)
+                said.append("")
+            except AutoparError as e:
+                said.append(str(e))
+            if trained and said[-1]:
+                with contextlib.suppress(AutoparError):
+                    model(*batch)
+    return said
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "random"])
+def test_results_that_are_memory_of_others(ranks: Ranks, recipe: str) -> None:
+    """A write to one of them, which eager mode shows in the other, is an error that names both."""
+    for said in ranks.run(said_of_results, recipe):
+        of = ["batch tensor 0", "parameter 'up.weight'", "buffer 'count'"]
+        for i, name in enumerate(of):
+            for text in said[2 * i : 2 * i + 2]:
+                assert f"written to output '{i + 1}', which in eager mode is memory of {name}" in text
+        assert not any(said[6:])
 
 
 def test_a_parameter_that_is_written_between_the_passes(ranks: Ranks) -> None:

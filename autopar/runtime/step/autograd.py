@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from autopar._torch_compat import storage_id
 from autopar.capture.state.hooks import seen_by
 from autopar.capture.state.writes import names_of_result
 from autopar.errors import AutoparError
@@ -18,7 +19,7 @@ from autopar.ir.program import Program
 from autopar.ir.signature.outputs import path_of
 from autopar.runtime.agreement.failing_node import failing_node
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING
-from autopar.runtime.dtensor import counting_writes
+from autopar.runtime.dtensor import counting_writes, to_local
 from autopar.runtime.step.input_gradients import InputForm, as_passed
 from autopar.runtime.step.loss_total import attached
 from autopar.runtime.step.no_sync import DeferredReduction
@@ -38,6 +39,7 @@ class Call:
         name: such as ``call 3 of Mlp``.
         passed: the form of each batch tensor that requires a gradient, by its number.
         results: of the model.
+        apart: results that eager mode has in memory of others: what is said of them, and their counts of writes.
     """
 
     step: Step
@@ -48,6 +50,7 @@ class Call:
     name: str = ""
     passed: Mapping[str, InputForm] = field(default_factory=dict)
     results: list[torch.Tensor] = field(default_factory=list)
+    apart: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
 
     def agree(self, pass_: str) -> None:
         """Wait until every rank is about to run the same pass of the same call.
@@ -71,11 +74,19 @@ def run(
 ) -> list[torch.Tensor]:
     """Run a step; the results of the model, in order, with gradients where the step has a backward pass.
 
+    Those that eager mode has in memory of others are noted in ``call.apart``, see `require_unwritten`.
+
     Args:
         call: what is run.
         parameters: that go in, in order.
         differentiable: the batch tensors that require a gradient, as they were passed, in the order of ``call.passed``.
     """
+    results = _run(call, parameters, differentiable)
+    call.apart += _apart(call.step, results)
+    return results
+
+
+def _run(call: Call, parameters: Sequence[torch.Tensor], differentiable: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     step = call.step
     if not step.trains:
         with call.during("forward"):
@@ -121,7 +132,7 @@ class _StepFunction(torch.autograd.Function):
         # Without batch and buffers, but for histories, which the backward pass writes to: what it needs of them is
         # among the saved values, and the rest must not live until then.
         histories = {name: call.buffers[name] for name in step.histories}
-        ctx.call = Call(step, histories, [], (), call.deferred, call.name, call.passed)
+        ctx.call = Call(step, histories, [], (), call.deferred, call.name, call.passed, apart=call.apart)
         # save_for_backward takes tensors alone; it lets saved-tensor hooks see them, and finds in-place writes.
         ctx.is_tensor = [isinstance(v, torch.Tensor) for v in saved]
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
@@ -149,6 +160,7 @@ class _StepFunction(torch.autograd.Function):
         step = call.step
         call.agree("backward")
         _require_unwritten(ctx.reread)
+        require_unwritten(call.apart)
         _compare(step, call.name, dict(zip(step.differentiable, gradients, strict=True)))
         saved = _saved_values(ctx)
         incoming = {str(i): g for i, g in zip(step.differentiable, gradients, strict=True)}
@@ -222,6 +234,34 @@ def _require_unwritten(reread: Sequence[tuple[str, torch.Tensor, int]]) -> None:
             )
 
 
+def _apart(step: Step, results: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
+    """Results that lie apart from what eager mode has in the same memory: of what, and how often they were written."""
+    found = []
+    for i, (inputs, others) in step.apart.items():
+        own = results[i]
+        names = [f"batch tensor {name}" if kind == "batch" else f"{kind} {name!r}" for kind, name in inputs]
+        stored = storage_id(to_local(own))
+        names += [_result(step.program, j) for j in others if storage_id(to_local(results[j])) != stored]
+        if names and not own.is_inference():
+            said = f"{_result(step.program, i)}, which in eager mode is memory of {' and '.join(names)}"
+            found.append((said, counting_writes(own), own._version))
+    return found
+
+
+def require_unwritten(apart: Sequence[tuple[str, torch.Tensor, int]]) -> None:
+    """A write to one of such results would show in what it is memory of in eager mode.
+
+    Raises:
+        AutoparError: names the result.
+    """
+    for said, tensor, version in apart:
+        if tensor._version != version:
+            raise AutoparError(
+                f"the script has written to {said}: here each has memory of its own, where the write does not show; "
+                "write to a copy (.clone()), or to each of them"
+            )
+
+
 def _saved_values(ctx: Any) -> list[Any]:
     """The saved values in order, of which nothing else holds the tensors: the graph frees each after its last use."""
     tensors, others = list(ctx.saved_tensors), list(ctx.others)
@@ -288,6 +328,11 @@ class _Refusal(torch.autograd.Function):
             "carries gradients (the scalar that loss= names, else all scalars that require one). Compute everything "
             f"that is trained on inside the model, or {remedy}"
         )
+
+
+def _result(program: Program, index: int) -> str:
+    names = names_of_result(program.state.writes, index)
+    return f"attribute {names[0]!r}" if names else _output(program.skeleton, index)
 
 
 def _output(skeleton: Any, index: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -131,10 +131,9 @@ class Step:
         new tensor to a buffer, that becomes the entry of ``buffers``.
         """
         results = []
-        # Before a buffer is written, which another output may alias. A model may return an input, too: the user, who
-        # may write to the result, must not change the parameter or batch.
+        # Before a buffer is written, which another output may alias.
         outputs = [v.clone() if i in self._aliases else v for i, v in enumerate(outputs)]
-        for output, value in zip(self.cut.outputs, outputs, strict=True):
+        for i, (output, value) in enumerate(zip(self.cut.outputs, outputs, strict=True)):
             if output.kind == "parameter":
                 type_, layout = self.types.parameters[output.name]
                 if not is_held(layout, self.context.coordinates):
@@ -145,6 +144,7 @@ class Step:
             elif output.kind == "buffer":
                 buffers[output.name].copy_(value)
             else:
+                value = self._views[i](value, buffers) if i in self._views else value
                 results.append(instead.get(output.name, value))
         return results
 
@@ -154,14 +154,69 @@ class Step:
 
         Graphs have no copies, such as ``buffer.clone()``, and equal tensors once.
         """
-        found, known = set[int](), dict[fx.Node, int | None]()
-        for i, (o, v) in enumerate(zip(self.program.outputs, self.program.output_values, strict=True)):
-            if v is None or i >= self.program.forward_outputs:
-                continue
+        found, known = set[int](), dict(self._own_memory)
+        for i, o, v in self._described:
             memory, number = memory_of(v), self.program.storages.get((o.kind, o.name))
-            if known.setdefault(memory, number) != number or memory.op == "placeholder":
+            if known.setdefault(memory, number) != number or (memory.op == "placeholder" and not self._keeps_memory):
                 found.add(i)
         return frozenset(found)
+
+    @cached_property
+    def _views(self) -> dict[int, Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]]:
+        """Results that are memory of an input, as eager mode has them: of a value and the tensors written, the result.
+
+        Another tensor than the input, since a parameter must stay a leaf.
+        """
+        if not self._keeps_memory:
+            return {}
+        numbers, written = self.program.storages, dict[tuple[fx.Node, int | None], str]()
+        found: dict[int, Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]] = {}
+        for i, o, v in self._described:
+            memory = memory_of(v)
+            key = memory, numbers.get((o.kind, o.name))
+            if o.kind != "result":
+                if o.name not in self.program.state.assigned or o.kind == "parameter":
+                    written[v, key[1]] = o.name
+            elif key in written:
+                found[i] = partial(_view, v, memory, written[key])
+            elif memory.op == "placeholder" and i not in self._aliases:
+                found[i] = _detached
+        return found
+
+    @cached_property
+    def _described(self) -> list[tuple[int, Output, fx.Node]]:
+        """Outputs of the forward pass, each with its number and node."""
+        described = zip(self.program.outputs, self.program.output_values, strict=True)
+        return [(i, o, v) for i, (o, v) in enumerate(described) if v is not None and i < self.program.forward_outputs]
+
+    @property
+    def _keeps_memory(self) -> bool:
+        """Whether results may be memory of inputs: on a mesh, and of microbatches, they have other parts of these."""
+        return self.context.mesh is None and self.program.microbatches == 1
+
+    @cached_property
+    def apart(self) -> dict[int, tuple[list[tuple[str, str]], list[int]]]:
+        """Results that are memory of inputs or of other results in eager mode, and here need not be: of which."""
+        if self._keeps_memory:
+            return {}
+        numbers = self.program.storages
+        inputs = {number: key for key, number in numbers.items() if key[0] != "result"}
+        results = {int(name): number for (kind, name), number in numbers.items() if kind == "result"}
+        found = {
+            i: ([inputs[own]] if own in inputs else [], [j for j, other in results.items() if j != i and other == own])
+            for i, own in results.items()
+        }
+        return {i: others for i, others in found.items() if any(others)}
+
+    @property
+    def _own_memory(self) -> dict[fx.Node, int | None]:
+        """Of inputs that stay where they are, the numbers of their storages."""
+        given = zip(self.program.placeholders, self.program.inputs, strict=True)
+        return {
+            node: self.program.storages.get((i.kind, i.name))
+            for node, i in given
+            if i.kind != "tangent" and not (i.kind == "buffer" and i.name in self.program.state.assigned)
+        }
 
     def backward(
         self,
@@ -268,6 +323,22 @@ class Step:
         )  # fmt: skip
         value = node.meta["val"]
         return torch.zeros(value.shape, dtype=value.dtype, device=self.context.device)
+
+
+def _detached(value: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return value.detach()
+
+
+def _view(
+    node: fx.Node, memory: fx.Node, name: str, value: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """A view of a tensor that has been written, for a view of the node whose value it has by now."""
+    if node is memory:
+        return tensors[name].detach()
+    source = _view(node.all_input_nodes[0], memory, name, value, tensors)
+    target: Any = node.target
+    found: torch.Tensor = target(*fx.map_arg(node.args, lambda _: source), **node.kwargs)
+    return found
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:

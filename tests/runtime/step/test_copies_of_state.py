@@ -1,7 +1,8 @@
-"""Copies of buffers that a model makes before it writes to them: results and gradients are of the values before."""
+"""Results that are copies of state, and those that are in its memory: values, and what a script writes to them."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import parallelize
+from autopar.errors import AutoparError
 from autopar.search.options import Search
 
 
@@ -87,3 +89,83 @@ def test_results_are_apart_where_the_model_has_them_apart() -> None:
     model = parallelize(copy.deepcopy(plain), None, (torch.randn(4, 4).double(),))
     for a, b in zip(written(model), written(plain), strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Shared(nn.Module):
+    """Results, and an attribute, that are memory of what goes in, of what the call writes or of one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.rand(4))
+        self.register_buffer("rate", torch.rand(4))
+        self.register_buffer("count", torch.zeros(2, 2))
+        self.register_buffer("total", torch.zeros(2))
+        self.last = torch.zeros(1)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        h = self.up(x) * self.scale
+        self.count.add_(1)
+        self.total = self.total + 1
+        shown = h + 1
+        self.last = shown.detach()[1:]
+        state = (self.scale, self.up.weight.t(), self.rate, self.count, self.count.view(-1), self.total)
+        return (h.square().sum(), y, y[1:], *state, shown, shown.view(-1), h.sum(0).view(2, 2))
+
+
+def after_a_write(model: Any, plain: Shared, number: int) -> list[Tensor] | str:
+    """All that there is after a script has written to one result, and after the next call; or autograd's error."""
+    x, y = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loss, *others = model(x, y)
+    with torch.no_grad():
+        [*others, x, y, plain.scale, plain.count, plain.last][number].mul_(2)
+    found = [t.detach().clone() for t in (*others, x, y, plain.last, *plain.state_dict().values())]
+    try:
+        loss.backward()
+    except RuntimeError as e:
+        return str(e)
+    found += [p.grad for p in plain.parameters() if p.grad is not None]
+    return [*found, *(t.detach() for t in (*model(x, y), *others, *plain.state_dict().values()))]
+
+
+@pytest.mark.parametrize("number", range(16))
+def test_results_are_memory_of_what_they_are_in_eager_mode(number: int) -> None:
+    plain = Shared().double()
+    given = copy.deepcopy(plain)
+    found, expected = after_a_write(parallelize(given, None), given, number), after_a_write(plain, plain, number)
+    assert isinstance(found, str) == isinstance(expected, str)
+    if not isinstance(found, str):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+class Rows(nn.Module):
+    """Results that are memory of the batch and of one another, and one that is of neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.up(x)
+        shown = h + 1
+        return (h.square().mean(), x, shown, shown.unsqueeze(1), h * 2)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(1, "1', which in eager mode is memory of batch tensor 0"), (2, "2'.* memory of output '3'"), (4, "")],
+)
+def test_results_of_microbatches_that_are_memory_of_others(number: int, said: str) -> None:
+    """They are tensors of their own: a write to one is an error, in the backward pass and in the next call."""
+    x = torch.rand(4, 4, dtype=torch.float64)
+    model = parallelize(Rows().double(), None, (x,), search=Search(pins={"microbatches": 2}))
+    for trained in (True, False):
+        results = model(x)
+        with torch.no_grad():
+            results[number].mul_(2)
+        with pytest.raises(AutoparError, match=f"written to output '{said}") if said else contextlib.nullcontext():
+            results[0].backward() if trained else model(x)
+        with contextlib.suppress(AutoparError):  # once more
+            model(x)
