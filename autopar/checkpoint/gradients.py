@@ -55,14 +55,13 @@ def empty_gradients(model: ParallelModule, kinds: dict[str, list[Any]]) -> dict[
     """
     session = model._autopar
     saved = {n.removeprefix(GRADIENT): getattr(torch, kind[0]) for n, kind in kinds.items() if n.startswith(GRADIENT)}
-    return {
-        n: torch.empty_like(
-            savable(p.detach(), session.types().get(n), session.context) if isinstance(p, DTensor) else p.detach(),
-            dtype=saved[n],
-        )
-        for n, p in model.named_parameters()
-        if n in saved
-    }
+    with torch.no_grad():
+        like = {
+            n: savable(p, session.types().get(n), session.context) if isinstance(p, DTensor) else p
+            for n, p in model.named_parameters()
+            if n in saved
+        }
+        return {n: torch.empty_like(p, dtype=saved[n]) for n, p in like.items()}
 
 
 def take_gradients(model: ParallelModule, values: dict[str, torch.Tensor]) -> None:
