@@ -52,7 +52,7 @@ from autopar.search.microbatch.shares import best_shares, require_apart
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
 from autopar.search.pipeline.branch_and_bound import best_pipeline
-from autopar.search.recost import gathers_of_weights, sent_in_few_bits
+from autopar.search.recost import gathers_of_weights, sent_in_few_bits, why_not_in_few_bits
 from autopar.sharding.dims import analyze
 
 logger = logging.getLogger("autopar")
@@ -186,7 +186,10 @@ def solve(
             plan = as_the_slowest(plan)
         plan = plan.of_messages().in_float8(program.float8)
         if program.training and search.recipe != "random" and not job.restrictions.layouts:
-            require_sent(sent_in_few_bits(program, plan, deterministic=deterministic), search.quantized)
+            sent = sent_in_few_bits(program, plan, deterministic=deterministic)
+            require_sent(
+                sent, lambda: why_not_in_few_bits(program, plan, deterministic=deterministic), search.quantized
+            )
             if search.secondary:
                 require_other_gathers(gathers_of_weights(program, plan, deterministic=deterministic), search.secondary)
         # A slower machine, or a shorter limit, must not decide for later searches.

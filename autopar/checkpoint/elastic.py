@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint import run
 from autopar.checkpoint.arguments import OF_PARALLEL, PARALLEL
+from autopar.checkpoint.gradients import Accumulated
 from autopar.checkpoint.plans_ahead import plan_other_worlds
 from autopar.checkpoint.run import Saving, collected, group_of_model, require_stateful, take_back
 from autopar.costs.arguments import PATH, optional, require, whole
@@ -146,6 +147,7 @@ class Elastic:
         self._memory, self._folder = memory, folder
         self._save_every, self._keep, self._every, self._ahead = save_every, keep, every, ahead
         self._saving: Saving | None = None
+        self._accumulated = Accumulated(model, optimizer)
 
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of the steps that are left of ``total``; the loop's body does each of them.
@@ -157,7 +159,7 @@ class Elastic:
             yield self.step
             self.step += 1
             if self._memory is not None and (self.step % self._every == 0 or self.step == total):
-                self._memory.keep(self._optimizer, self._stateful, self.step)
+                self._memory.keep(self._optimizer, self._stateful, self._accumulated, self.step)
             if self._folder is not None and self.step % self._save_every == 0:
                 self._save()
             if self._ahead:
@@ -183,9 +185,10 @@ class Elastic:
 
     def _save(self) -> None:
         assert self._folder is not None
-        self._saving = run.save(
-            self._folder, self._model, self._optimizer, step=self.step, keep=self._keep, wait=False, **self._stateful
-        )
+        self._saving = run.begin_saving(
+            self._folder, self._model, self._optimizer, self._stateful, self._accumulated.collect("checkpoint.save()"),
+            step=self.step, keep=self._keep, wait=False,
+        )  # fmt: skip
 
     def _wait(self) -> None:
         if self._saving is not None:
@@ -211,7 +214,7 @@ class Elastic:
             self._save()
             self._wait()  # from the first snapshot on there is something to go back to
         if self._memory is not None:
-            self._memory.keep(self._optimizer, self._stateful, self.step)
+            self._memory.keep(self._optimizer, self._stateful, self._accumulated, self.step)
             self._memory.forget_others()
         self.seconds = time.monotonic() - begun
         if is_told() and context.rank == 0:
@@ -346,10 +349,17 @@ class _Memory:
         complete = world == math.prod(self._context.sizes) and known.keys() == set(range(world))
         return complete or len(alike) == len(of_first)
 
-    def keep(self, optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Any], step: int) -> None:
+    def keep(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        stateful: Mapping[str, Any],
+        accumulated: Accumulated,
+        step: int,
+    ) -> None:
         """Write the state after a step, in place of that of the one before the last; every rank calls it."""
         context = self._context
-        tensors, describe = collected(self._model, optimizer, step, None, stateful, "elastic()")
+        gradients = accumulated.collect("elastic()")
+        tensors, describe = collected(self._model, optimizer, step, None, stateful, "elastic()", gradients)
         random = generators.states()
         alike = generators.alike(random, context)
         # Behind these all ranks have done the step, and written what was to be written before it.

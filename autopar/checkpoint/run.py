@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from autopar.checkpoint.arguments import OF_PARALLEL, PARALLEL
+from autopar.checkpoint.gradients import GRADIENT, empty_gradients, take_gradients
 from autopar.checkpoint.state_dicts import forget_state, make_state, names_of, take_over, tensors_of
 from autopar.costs.arguments import FLAG, PATH, require, whole
 from autopar.costs.read_file import read_text
@@ -141,11 +142,27 @@ def save(
     """
     _check(folder, model, optimizer, stateful)
     require(step=(step, whole(0)), keep=(keep, whole(1)), wait=(wait, FLAG))
-    context, root = model._autopar.context, worker_folder(Path(folder), model)
+    return begin_saving(Path(folder), model, optimizer, stateful, {}, step=step, extra=extra, keep=keep, wait=wait)
+
+
+def begin_saving(
+    folder: Path,
+    model: ParallelModule,
+    optimizer: torch.optim.Optimizer | None,
+    stateful: Mapping[str, Any],
+    gradients: Mapping[str, torch.Tensor],
+    *,
+    step: int,
+    extra: Any = None,
+    keep: int,
+    wait: bool,
+) -> Saving:
+    """`save`, with gradients that are still adding up, by parameter; every rank calls it."""
+    context, root = model._autopar.context, worker_folder(folder, model)
     earlier = _last.pop(model._autopar, None)
     if earlier is not None:
         earlier.wait()
-    tensors, describe = collected(model, optimizer, step, extra, stateful, "checkpoint.save()")
+    tensors, describe = collected(model, optimizer, step, extra, stateful, "checkpoint.save()", gradients)
     random = generators.states()
     alike = generators.alike(random, context)
     manifest = context.together(lambda: describe(list(random), alike), "checkpoint.save()")
@@ -218,8 +235,18 @@ def collected(
     extra: Any,
     stateful: Mapping[str, Any],
     what: str,
+    gradients: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], Callable[[list[str], list[str]], str]]:
     """What there is to save, but for random generators; every rank calls it.
+
+    Args:
+        model: with its parameters and buffers.
+        optimizer: of the parameters, or None.
+        step: of the run.
+        extra: whatever else.
+        stateful: other objects, by name.
+        what: the call, for messages.
+        gradients: that are still adding up, by parameter.
 
     Returns:
         Tensors by name, and a function that gives the text of the manifest, for names of generators, and of those that
@@ -231,6 +258,7 @@ def collected(
         outer = _outer_states(stateful)
     for name, found in outer.items():
         tensors |= {f"{STATEFUL}{name}.{key}": tensor for key, tensor in found["tensors"].items()}
+    tensors |= {f"{GRADIENT}{name}": gradient for name, gradient in gradients.items()}
     kinds = dict(tensors)
 
     def describe(random: list[str], alike: list[str]) -> str:
@@ -273,8 +301,10 @@ def take_back(
         begun = _begun(state, known, optimizer)
         tensors, plain = taken_apart(state, _tied(model))
         outer = _outer_states(stateful)
+        gradients = empty_gradients(model, known.tensors)
     for name, own_state in outer.items():
         tensors |= {f"{STATEFUL}{name}.{key}": tensor for key, tensor in own_state["tensors"].items()}
+    tensors |= {f"{GRADIENT}{name}": gradient for name, gradient in gradients.items()}
 
     def check() -> None:
         for name in outer:
@@ -296,6 +326,7 @@ def take_back(
             for parameter in [p for p in optimizer.state if names[p] not in begun]:
                 del optimizer.state[parameter]
         take_over(model, optimizer, put_together(state, known.values, _tied(model)))
+        take_gradients(model, gradients)
     for name, given in stateful.items():
         saved = known.values["stateful"][name]
         if name in outer:

@@ -40,7 +40,8 @@ from autopar.module.call.worker_batch import compare_among_workers, own_part, sp
 from autopar.module.metrics import Meter
 from autopar.module.specialization_cache import SpecializationCache
 from autopar.module.unread_parameters import UnreadParameters
-from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING, Details, described
+from autopar.runtime.agreement.control import Control
+from autopar.runtime.agreement.points import FAILURES, NO_SYNC, STEPS, WAITING, Details, described
 from autopar.runtime.agreement.same_program import require_same_contents
 from autopar.runtime.dtensor import Placements, plain_type, to_local, to_placements
 from autopar.runtime.mesh import MeshContext
@@ -91,6 +92,7 @@ class Session:
         running: calls that are under way of one that is in the original's place.
         own_forward: what the original had in that place before; None: its class's.
         number: among the parallel modules of the mesh.
+        steps_before: how many steps of optimizers there had been on the mesh when this was made.
         described: the key of the latest call, in words.
         offloaded: optimizer state in host memory.
         family: this and its copies.
@@ -109,13 +111,14 @@ class Session:
         self.first: Specialization | None = None
         self.latest: Specialization | None = None
         self.deferred = DeferredReduction(model.named_parameters)
-        self.random_calls, self.number = 0, 0
+        self.random_calls, self.number, self.steps_before = 0, 0, 0
         self.forwards, self.running = 0, 0
         self.apart: list[tuple[str, torch.Tensor, int]] = []
         self.own_forward: Any = None
         if context.control is not None:
             self.number = len(context.control.calls)
             context.control.calls.append(0)
+            self.steps_before = context.control.steps
         self.described: dict[Any, Details] = {}
         self.offloaded: OffloadedStates | None = None
         # Weak: an averaged copy that nobody uses any more must not live on for its original.
@@ -236,8 +239,13 @@ class Session:
             self.described = {key: described(key)}  # of the latest key alone: texts are long
         window = ((NO_SYNC, str(self.deferred.active)), (WAITING, self.deferred.described()))
         graph = ("what it is captured for", self.cache.which(found, key, self.slots))
-        self.context.meet(f"{what} of {name}", (*self.described[key], graph, *window, (FAILURES, control.failures())))
+        before = (FAILURES, control.failures()), self._steps(control)
+        self.context.meet(f"{what} of {name}", (*self.described[key], graph, *window, *before))
         return name, found
+
+    def _steps(self, control: Control) -> tuple[str, str]:
+        """How many optimizer steps there have been since this was made: others before it are no matter of this one."""
+        return STEPS, str(control.steps - self.steps_before)
 
     @property
     def name(self) -> str:
@@ -248,8 +256,9 @@ class Session:
     def together(self, what: str) -> Iterator[None]:
         """A collective call that all ranks make."""
         control = self.context.control
-        what = what if control is None else f"{what} after call {control.calls[self.number]} of {self.name}"
-        self.context.meet(what, ((WAITING, self.deferred.described()),))
+        if control is not None:
+            what = f"{what} after call {control.calls[self.number]} of {self.name}"
+            self.context.meet(what, ((WAITING, self.deferred.described()), self._steps(control)))
         with self.context.during(what):
             yield
 

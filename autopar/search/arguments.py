@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -19,6 +19,7 @@ from autopar.ir.signature.outputs import Loss
 from autopar.search.formulation.local_axes import FP8, require_no_float64
 from autopar.search.formulation.pins import check_names
 from autopar.search.options import Search
+from autopar.search.recost import IN_FLOAT8, LARGER
 from autopar.sharding.dims import Dims
 
 BATCH = a((tuple, list, Mapping, binding.Passed), "a tuple of positional arguments, as (x,), or a dict of named ones")
@@ -129,11 +130,16 @@ def require_load(search: Search, dims: Dims) -> None:
         )
 
 
-def require_sent(sent: Collection[tuple[str, str]], quantized: Mapping[str, Mapping[str, int]]) -> None:
+def require_sent(
+    sent: Collection[tuple[str, str]],
+    whole: Callable[[], Mapping[tuple[str, str], str]],
+    quantized: Mapping[str, Mapping[str, int]],
+) -> None:
     """Refuse a plan that sends none of what was to be in few bits along an axis.
 
     Args:
         sent: axes, and what is sent in few bits along them.
+        whole: gives axes, and what is sent whole along them, with the reason, see `autopar.search.recost`.
         quantized: what is asked for.
 
     Raises:
@@ -145,8 +151,17 @@ def require_sent(sent: Collection[tuple[str, str]], quantized: Mapping[str, Mapp
                 done = "gathered" if what == WEIGHTS else "reduced into shards"
                 raise InfeasibleError(
                     f"quantized= has {what} in {bits[what]} bits along axis {axis!r}, and the plan has none that are "
-                    f"{done} along it and smaller so; give the axis the role 'shard' (recipe 'fsdp'), or leave it out"
+                    f"{done} along it and smaller so{_INSTEAD[whole().get((axis, what))].format(what)}"
                 )
+
+
+_INSTEAD = {
+    None: "; give the axis the role 'shard' (recipe 'fsdp'), or leave it out",
+    LARGER: ": blocks of few bits and their scales would be more bytes than what is sent; leave '{}' out for this axis",
+    IN_FLOAT8: ": those of linear layers are in float8 when they are sent, as precision= says; leave '{}' out for this "
+    "axis, or precision='fp8' out",
+}
+"""What is to be done, by the reason for which nothing is in few bits; None: nothing of the kind is sent."""
 
 
 def require_other_gathers(gathered: Collection[str], secondary: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.quantized.axes import WEIGHTS
+from autopar.ir.quantized.axes import GRADIENTS, WEIGHTS
 from autopar.passes import as_planned
 from autopar.search.emitted.peak import peak_of
 from autopar.search.microbatch.shares import with_shares
@@ -73,24 +73,46 @@ def sent_in_few_bits(program: Program, plan: Plan, *, deterministic: bool = Fals
     """
     if not plan.quantized:
         return set()
-    return {(axis, message) for axis, message, move in _messages(program, plan, deterministic) if move.bits}
+    return {(axis, message) for axis, message, move, _ in _messages(program, plan, deterministic) if move.bits}
+
+
+IN_FLOAT8, LARGER = "in float8", "larger"
+"""Why a plan sends nothing of a kind in few bits: weights are in float8 when they are sent; none would be smaller."""
+
+
+def why_not_in_few_bits(program: Program, plan: Plan, *, deterministic: bool = False) -> dict[tuple[str, str], str]:
+    """Axes along which a plan sends messages whole, each with what these are of, and why; as `sent_in_few_bits`."""
+    found: dict[tuple[str, str], str] = {}
+    for axis, message, move, of_weights_in_float8 in _messages(program, plan, deterministic):
+        if of_weights_in_float8 and move.kind == "all_gather":
+            found[axis, WEIGHTS] = IN_FLOAT8
+        elif message and move.collective == {WEIGHTS: "all_gather", GRADIENTS: "reduce_scatter"}[message]:
+            found.setdefault((axis, message), LARGER)
+    return found
 
 
 def gathers_of_weights(program: Program, plan: Plan, *, deterministic: bool = False) -> set[str]:
     """Axes of several devices along which a plan gathers parameters; arguments as of `sent_in_few_bits`."""
     moved, sizes = _messages(program, plan, deterministic), dict(plan.axes)
-    return {a for a, message, m in moved if message == WEIGHTS and m.kind == "all_gather" and sizes[a] > 1}
+    return {a for a, message, m, _ in moved if message == WEIGHTS and m.kind == "all_gather" and sizes[a] > 1}
 
 
-def _messages(program: Program, plan: Plan, deterministic: bool) -> Iterator[tuple[str, str, Move]]:
-    """The moves of a plan, each with its axis and what it is of."""
+def _messages(program: Program, plan: Plan, deterministic: bool) -> Iterator[tuple[str, str, Move, bool]]:
+    """The moves of a plan, each with its axis, what it is of, and whether that is a weight in float8."""
     part, plan = _part_of(program, plan.inner, deterministic)
     padded = as_planned(part, plan)
     dims = analyze(padded)
     assignment = assign(padded, dims, plan, layer_classes(padded, dims))
     moves = all_moves(padded, dims, assignment, Tables(machine_of(plan)))
+    inputs = zip(padded.placeholders, padded.inputs, strict=True)
+    of_batch = {node for node, spec in inputs if spec.kind in ("batch", "tangent")}
+    for node, sources in padded.sources.items():
+        if any(n in of_batch for n, _ in sources):
+            of_batch.add(node)
     for value, counted in moves.items():
-        yield from ((plan.axis_names[m.axis], dims.types[value].message, m) for m, _, _ in counted)
+        kind = dims.types[value]
+        in_float8 = kind.dtype == "uint8" and value[0] not in of_batch  # as bytes
+        yield from ((plan.axis_names[m.axis], kind.message, m, in_float8) for m, _, _ in counted)
 
 
 def _in_stages(part: Program, plan: Plan) -> Plan:

@@ -18,6 +18,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 MODEL = '''
+import contextlib
+
 import torch
 from torch import nn
 
@@ -72,6 +74,20 @@ def train(model, optimizer, scheduler, sampler, data):
     optimizer.zero_grad()
     scheduler.step()
     return loss.item()
+
+
+def accumulate(step, model, optimizer, scheduler, sampler, data):
+    """A third of an optimizer's step, whose gradients wait for their reduction, or not."""
+    x = data[sampler()]
+    waits = step % 3 == 0 and hasattr(model, "no_sync")
+    with model.no_sync() if waits else contextlib.nullcontext():
+        loss = model(x + 0.1 * torch.randn_like(x), x)
+        (loss / 3).backward()
+    if step % 3 == 2:
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return loss.item()
 '''
 
 SCRIPT = (
@@ -107,14 +123,14 @@ say(state=state)
 )
 
 
-def expected(total: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def expected(total: int, *, accumulates: bool = False) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, learning rates and parameters of eager steps on one device that nothing interrupts."""
     names: dict[str, Any] = {}
     exec(MODEL, names)
     model, *rest = names["made"](lambda model, batch: model)
     losses, rates = [], []
-    for _ in range(total):
-        losses.append(names["train"](model, *rest))
+    for step in range(total):
+        losses.append(names["accumulate"](step, model, *rest) if accumulates else names["train"](model, *rest))
         rates.append(rest[1].get_last_lr()[0])
     return losses, rates, model.state_dict()
 

@@ -59,6 +59,34 @@ def test_disagreements(two_ranks: Ranks) -> None:
         assert "memory" in memory
 
 
+def left_out(rank: int, recipe: str) -> list[str]:
+    """An optimizer's step that one rank leaves out, as after a look at its own loss."""
+    import autopar
+    from autopar.errors import RankError
+
+    found = []
+    for whole in (False, True):  # what was before is no matter of another model
+        model = autopar.parallelize(mlp(), mesh_of(2), timeout=WAIT, search=autopar.Search(recipe=recipe))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(2):
+            model(**mlp_batch(step))["loss"].backward()
+            if step == 0 or rank == 0:
+                optimizer.step()
+            optimizer.zero_grad()
+        for _ in range(2):  # whoever goes on is told again
+            with pytest.raises(RankError) as error:
+                model.full_state_dict() if whole else model(**mlp_batch(2))
+            found.append(str(error.value))
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
+def test_a_step_that_one_rank_leaves_out(two_ranks: Ranks, recipe: str) -> None:
+    for found in two_ranks.run(left_out, recipe):
+        for said in found:
+            assert "the number of optimizer steps differs: rank 1 has 1, rank 0 has 2" in said
+
+
 def dying(rank: int) -> tuple[str, float]:
     from autopar.parallelize import parallelize
 

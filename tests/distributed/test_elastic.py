@@ -42,10 +42,13 @@ def started(rank: int, nodes: str, root: str, seed: int, **settings: Any) -> tup
             del os.environ[name]
         os.environ["LOCAL_WORLD_SIZE"] = local
     run.whole = model.full_state_dict
+    run.accumulate = lambda step: names["accumulate"](step, model, optimizer, scheduler, sampler, data)
     return run, lambda: names["train"](model, optimizer, scheduler, sampler, data)
 
 
-def go(rank: int, nodes: str, folder: str, seed: int, total: int, settings: dict[str, Any]) -> Any:
+def go(
+    rank: int, nodes: str, folder: str, seed: int, total: int, settings: dict[str, Any], accumulates: bool = False
+) -> Any:
     """Losses of the steps of one start, and what the state was taken from; ranks beyond the world do nothing."""
     from torch.distributed import DeviceMesh
 
@@ -54,7 +57,7 @@ def go(rank: int, nodes: str, folder: str, seed: int, total: int, settings: dict
         return None
     run, train = started(rank, nodes, folder, seed, **settings)
     begins, source = run.step, run.source
-    losses = {step: train() for step in run.steps(total)}
+    losses = {step: run.accumulate(step) if accumulates else train() for step in run.steps(total)}
     return begins, source, losses, run.whole()
 
 
@@ -80,6 +83,28 @@ def test_a_checkpoint_in_another_world(two_ranks: Ranks, tmp_path: Path) -> None
         assert results[0][:2] == (len(losses), "checkpoint" if losses else "start")
         losses |= results[0][2]
     assert [losses[i] for i in range(4)] == pytest.approx(expected(4)[0], abs=1e-11)
+
+
+ACCUMULATING = (("ab", 1), ("ac", 2), ("a", 5), ("ad", 7))
+
+
+def test_gradients_that_add_up_over_steps(two_ranks: Ranks, tmp_path: Path) -> None:
+    """They are part of the state, in memory and in checkpoints, reduced or not yet."""
+    for source, seed in (("memory", 0), ("checkpoint", 0), ("memory", SEED + 10)):
+        folder = tmp_path / f"{source}-{seed}"
+        folder.mkdir()
+        saved: dict[str, Any] = {"folder": str(folder / "saved"), "save_every": 1}
+        losses: dict[int, float] = {}
+        for number, (nodes, total) in enumerate(ACCUMULATING):
+            settings = {"copies": 1} if source == "memory" else saved
+            nodes = nodes if source == "memory" else nodes.replace("a", str(number))
+            results = two_ranks.run(go, nodes, str(folder), seed and seed + number, total, settings, True, timeout=WAIT)
+            assert results[0][:2] == (len(losses), source if losses else "start")
+            losses |= results[0][2]
+        values, _, state = expected(7, accumulates=True)
+        assert [losses[i] for i in range(7)] == pytest.approx(values, abs=1e-11)
+        for name, value in state.items():
+            torch.testing.assert_close(results[0][3][name], value, rtol=0, atol=1e-9)
 
 
 @pytest.mark.deep

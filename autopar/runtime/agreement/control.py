@@ -44,6 +44,7 @@ class Control:
         groups: process groups whose waits are ended when a rank is gone.
         broken: why no further collective may run; empty while all is well.
         calls: how many calls each module has had, modules in the order in which they were made.
+        steps: how many steps optimizers of parameters on the mesh have begun.
         peers: host and process id of each rank.
     """
 
@@ -57,6 +58,7 @@ class Control:
         self.groups: list[ProcessGroup] = [*groups, all_ranks]
         self.broken = ""
         self.calls: list[int] = []
+        self.steps = 0
         self.peers: list[tuple[str, int]] = []
         self.group = all_ranks
         # `during` needs a watch: until the ranks know of each other, one without a connection.

@@ -16,6 +16,7 @@ LAYOUTS, MODE = "the layouts of the batch", "the mode of the modules"
 FROZEN, GRAD, AUTOCAST = "what requires a gradient", "grad mode", "autocast"
 MODEL = "the model"
 NOT_FINITE = "a parameter that is not finite"
+STEPS = "the number of optimizer steps"
 NO_SYNC, WAITING, FAILURES = "no_sync", "what waits since no_sync", "what failed before"
 # The names above head the rows of a `RankError`; the ones below say what the user does about it.
 _REMEDIES = {
@@ -24,6 +25,8 @@ _REMEDIES = {
     MODE: "call train() or eval() on every rank",
     NO_SYNC: "enter no_sync() on every rank, or on none",
     WAITING: "call backward() and zero_grad() on every rank, or on none",
+    STEPS: "parameters are of different steps now: call optimizer.step() on every rank, or on none, whatever a rank "
+    "finds in its loss or its gradients, and start again from a checkpoint",
     FROZEN: "freeze the same parameters on every rank",
     NOT_FINITE: "all workers would have it: find what made it so, and load a checkpoint",
     FAILURES: "an error that one rank alone raises leaves it out of step: start again from a checkpoint",

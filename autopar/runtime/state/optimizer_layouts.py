@@ -30,11 +30,20 @@ _installed: list[Any] = []
 
 
 def install_hook() -> None:
-    """Before every optimizer's step, bring the state of parameters on a mesh into their layouts."""
+    """Before every optimizer's step, count it, and bring the state of parameters on a mesh into their layouts."""
     # One global hook, since users may make an optimizer at any time; once, however many models there are.
     if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(lambda optimizer, *_: lay_out_state(optimizer)))
+        _installed.append(register_optimizer_step_pre_hook(_before_step))
         install_whole_steps(lay_out_state)
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    storage = next((s for p in parameters if (s := storage_of(p)) is not None), None)
+    if storage is not None and storage.context.control is not None:
+        # A rank that leaves a step out is noticed when all ranks next agree on something.
+        storage.context.control.steps += 1
+    lay_out_state(optimizer)
 
 
 def lay_out_state(optimizer: Optimizer) -> None:

@@ -257,6 +257,42 @@ def test_few_bits_are_asked_for(program: Program) -> None:
         planned(program, {"gpu": 4}, asked, recipe="ddp")
 
 
+class Products(nn.Module):
+    """Weights that are read in float8 alone."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(size, size, bias=False), nn.Linear(size, size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.down(torch.relu(self.up(x))) - x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("precision", "size", "bits", "remedy"),
+    [
+        ("fp8", 256, {"weights": 8}, "in float8 when they are sent, .*; leave 'weights' out for this axis"),
+        ("fp8-delayed", 256, {"weights": 4, "gradients": 8}, "leave 'weights' out for this axis, or precision='fp8'"),
+        (None, 4, {"gradients": 8}, "would be more bytes than what is sent; leave 'gradients' out for this axis"),
+    ],
+)
+def test_the_remedy_where_nothing_becomes_smaller(
+    precision: str | None, size: int, bits: dict[str, int], remedy: str
+) -> None:
+    def found(quantized: dict[str, int], precision: str | None) -> Plan:
+        asked: Any = {"gpu": quantized} if quantized else {}
+        search = autopar.Search(recipe="fsdp", quantized=asked, inexact=("quantized", "fp8"))
+        batch = (torch.zeros(64, size),)
+        return autopar.plan(Products(size), batch, cluster="h100", axes={"gpu": 2}, search=search, precision=precision)
+
+    with pytest.raises(InfeasibleError, match=f"along axis 'gpu', and the plan has none .*{remedy}"):
+        found(bits, precision)
+    left = {what: n for what, n in bits.items() if f"'{what}'" not in remedy}
+    assert [q.what for q in found(left, precision).quantized] == ([tuple(left)] if left else [])
+    if precision is not None:
+        assert found(bits, None).quantized[0].what == tuple(bits)
+
+
 def test_all_reduces_are_a_reduction_in_few_bits_and_a_gather(program: Program) -> None:
     plan = planned(program, {"gpu": 4}, {"gpu": {"gradients": 4}}, recipe="ddp")
     dims: dict[str, int | None] = {}
