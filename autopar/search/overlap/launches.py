@@ -35,7 +35,7 @@ class Launches:
     alone: float = 0.0
     buckets: dict[tuple[str, int, int, bool], list[float]] = field(default_factory=dict)
 
-    def move(self, region: str, kind: int, move: Move, size: float, times: int, share: float, copies: float) -> None:
+    def move(self, region: str, kind: int, move: Move, size: float, times: int, members: float, copies: float) -> None:
         """Add those of a move.
 
         Args:
@@ -44,7 +44,7 @@ class Launches:
             move: the move.
             size: bytes in a step.
             times: that it runs.
-            share: see `Regions.share`.
+            members: see `Regions.members`.
             copies: kernels of the device's own, each time.
         """
         self.alone += copies * times
@@ -55,7 +55,7 @@ class Launches:
             return
         # Blocks travel together, too, as long as a bucket has room.
         found = self.buckets.setdefault((move.collective, move.axis, kind, region.endswith(BACKWARD)), [0.0, 0.0, 1.0])
-        found[0] += share * times
+        found[0] += times / members
         found[1] += size
         found[2] = max(found[2], times)
 
@@ -64,7 +64,10 @@ class Launches:
         """All launches."""
         found = self.alone
         for (_, axis, *_), (messages, size, runs) in self.buckets.items():
-            found += min(messages, runs * math.ceil(size / runs / bucket_bytes(self.machine, self.machine.names[axis])))
+            found += min(
+                messages,
+                runs * math.ceil(size / runs / bucket_bytes(self.machine.sizes[axis], self.machine.links[axis])),
+            )
         return found
 
 
