@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,8 +24,8 @@ from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
 from autopar.passes.kernels.add_bias_in_product import adds_bias
 from autopar.search.emitted.rewritten import rewritten
-from autopar.search.overlap.launches import Launches
-from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS, CHUNKED, WITHIN, Regions, regions_of
+from autopar.search.overlap.launches import Bucketed, Launches, further_messages, messages
+from autopar.search.overlap.regions import BACKWARD, BEFORE, BLOCKING_KINDS, CHUNKED, WITHIN, Regions, regions_of
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features, step_time_of
 from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, CountedMove, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, split_parts
@@ -82,16 +82,21 @@ def _predicted(program: Program, dims: Dims, plan: Plan, classes: LayerClasses, 
     machine = machine_of(plan)
     step = step_time_of(program, machine.sizes, machine.links, graphs)
     accounts, repeat = _accounts(program, dims, plan, classes, step), program.repeat
-    in_one_piece = step.seconds(_extrapolated(program, [a.features for a in accounts]))
-    if plan.overlap and in_one_piece - step.seconds(_optimistic(program, accounts)) > NEGLIGIBLE * in_one_piece:
+    bucketed = _extrapolated(program, [a.launches.numbers() for a in accounts])
+    sent = messages(machine, bucketed)
+    more = further_messages(bucketed, sent, len(machine.names))
+    in_one_piece = step.seconds(_with(more, _extrapolated(program, [a.features for a in accounts])))
+    hidden = in_one_piece - step.seconds(_with(more, _optimistic(program, accounts)))
+    if plan.overlap and hidden > NEGLIGIBLE * in_one_piece:
         for account in accounts:
             account.cut(rewritten(account.program, plan).chunked)
-    seconds = step.seconds(_extrapolated(program, [a.features for a in accounts]))
+    seconds = step.seconds(_with(more, _extrapolated(program, [a.features for a in accounts])))
     totals = _extrapolated(program, [vars(_totals(plan, account)) for account in accounts])
     predicted = Predicted(**totals)
     if plan.overlap:
         predicted = replace(predicted, step_seconds=seconds, chunked_seconds=max(in_one_piece - seconds, 0.0))
-    launching = _extrapolated(program, [a.launches.count for a in accounts]) * machine.device.host
+    launches = _extrapolated(program, [a.launches.alone for a in accounts]) + sum(sent.values())
+    launching = launches * machine.device.host
     waiting = max(launching - predicted.step_seconds, 0.0)
     predicted = replace(predicted, step_seconds=predicted.step_seconds + waiting, waiting_seconds=waiting)
     modules = [_rows(a.program, a.dims, plan, a.assignment, a) for a in accounts]
@@ -150,6 +155,11 @@ def _optimistic(program: Program, accounts: Sequence[_Account]) -> dict[str, Flo
         program, [{r: own + a.hideable.get(r, none) for r, own in a.features.items()} for a in accounts]
     )
     return found
+
+
+def _with(more: Mapping[str, Floats], features: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Features of regions, and what is added to them."""
+    return {region: own + more.get(region, 0.0) for region, own in features.items()}
 
 
 def _accounts(program: Program, dims: Dims, plan: Plan, classes: LayerClasses, step: StepTime) -> list[_Account]:
@@ -365,6 +375,7 @@ def _count_moves(
         consumer = assignment.consumer_layouts.get(value)
         through = () if consumer is None else table.path(assignment.outputs[value], consumer)
         start = consumer or assignment.outputs[value]
+        levels = Counter[int]()
         for i, (size, (move, times, at)) in enumerate(zip(sizes[key], counted, strict=True)):
             account.move(node, move.collective, move.axis, size, times, float(whole[0, i]), float(whole[1:, i].sum()))
             backward, hoisted = at == IN_BACKWARD, at == HOISTED
@@ -382,8 +393,12 @@ def _count_moves(
             kernels, told = _features_of(whole[:, i], move.axis, axes, kind, share)
             account.add(region, KERNELS, kernels * times)
             account.add(region, sent, told * times)
-            members = regions.members(region)
-            account.launches.move(region, kind, move, size * times, times, members, float(copies[key][i]))
+            account.launches.alone += float(copies[key][i]) * times
+            late = region.endswith(BACKWARD)
+            bucket = Bucketed(move.collective, move.axis, kind, late, levels[at], times)
+            as_counted = share * times, share * float(whole[1 + 2 * axes + move.axis, i]) * times
+            account.launches.move(region, bucket, move, regions.together(value, late), size * times, as_counted)
+            levels[at] += move.kind not in LOCAL_MOVES
             if chunks:
                 more = account.hideable.setdefault(region, no_features(axes))
                 least_kernels, least_told = _features_of(least[:, i], move.axis, axes, kind, share)

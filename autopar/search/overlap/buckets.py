@@ -72,8 +72,8 @@ def sent_in_buckets(
     found, (first, second), begun = Sent(), ends, set[str]()
     size = {region: sum(unit.bytes for unit in own) for region, own in units.items()}
     parameters = {region: sum(unit.members for unit in own) for region, own in units.items()}
-    for name, own in units.items():
-        if not own:  # what else is sent there, such as buffers, is on its own
+    for name, every in units.items():
+        if not every:  # what else is sent there, such as buffers, is on its own
             found.beside[name], found.shown[name] = {name: 1.0}, {name: float(name == first)}
     for i, bucket in enumerate(buckets):
         region = bucket[0][0]

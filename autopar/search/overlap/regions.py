@@ -87,10 +87,10 @@ class Regions:
         """The region in which an operator of the forward pass is recomputed."""
         return f"{self.names[node].removesuffix(FORWARD)}{BACKWARD}"
 
-    def members(self, region: str) -> float:
-        """How many parameters are sent together there, however large they are."""
-        units = self.units.get(region)
-        return units[0].members if units else 1.0
+    def together(self, value: Value, backward: bool) -> str:
+        """The block whose parameters a parameter, or its gradient, is sent together with; else its own name."""
+        node = self.readers.get((value, backward), value[0]) if value[0].op == "placeholder" else value[0]
+        return block_of(module_path(node), self.program.blocks) or f"{value[0].name} {value[1]}"
 
     def of_move(
         self, value: Value, *, backward: bool, hoisted: bool = False, reader: fx.Node | None = None
