@@ -112,7 +112,8 @@ def main() -> None:
     parser.add_argument("--only", metavar="TEXT", default="", help="recipes that contain TEXT")
     parser.add_argument("--pipelines", action="store_true", help=f"on {STAGE_AXES}, {MICROBATCHES} microbatches")
     parser.add_argument("--chunks", action="store_true", help="tensor parallelism on 8 GPUs")
-    parser.add_argument("--families", action="store_true", help="tiny models of `benchmarks/zoo` on 4 GPUs")
+    parser.add_argument("--families", action="store_true", help="tiny models of `benchmarks/zoo` on 4 devices")
+    parser.add_argument("--preset", default="h100", help="devices of the families: h100, cpu, or another preset")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     rows = []
@@ -125,7 +126,7 @@ def main() -> None:
             rows.append(row)
             if not options.json:
                 print("  ".join(f"{row[c]!s:>11}" for c in PIPELINE_COLUMNS), flush=True)
-    for row in families(options.only) if options.families else ():
+    for row in families(options.only, options.preset) if options.families else ():
         rows.append(row)
         if not options.json:
             print("  ".join(f"{row[c]!s:>12}" for c in FAMILY_COLUMNS), flush=True)
@@ -210,7 +211,7 @@ def chunks(layers: int, only: str) -> Iterator[dict[str, Any]]:
             }
 
 
-def families(only: str) -> Iterator[dict[str, Any]]:
+def families(only: str, preset: str = "h100") -> Iterator[dict[str, Any]]:
     """Rows of the table of tiny models."""
     for name, make in FAMILIES.items():
         if only not in name:
@@ -218,7 +219,7 @@ def families(only: str) -> Iterator[dict[str, Any]]:
         program = program_of(*make())
         for axes, recipe in itertools.product(({"a": 4}, {"a": 2, "b": 2}), RECIPES):
             try:
-                plan = solve(program, axes, "h100", search=Search(recipe=None if recipe == "search" else recipe))
+                plan = solve(program, axes, preset, search=Search(recipe=None if recipe == "search" else recipe))
             except (InfeasibleError, ValueError):  # no such plan of this model, or on so many axes
                 continue
             known, step = plan.predicted, simulate(emitted(rewrite(program, plan), plan)).step_seconds

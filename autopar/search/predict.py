@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,9 +24,9 @@ from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
 from autopar.passes.kernels.add_bias_in_product import adds_bias
 from autopar.search.emitted.rewritten import rewritten
-from autopar.search.overlap.launches import Launches
-from autopar.search.overlap.regions import BEFORE, BLOCKING_KINDS, CHUNKED, WITHIN, Regions, regions_of
-from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, feature, no_features, step_time_of
+from autopar.search.overlap.launches import Bucketed, Launches, further_messages, messages
+from autopar.search.overlap.regions import BACKWARD, BEFORE, BLOCKING_KINDS, CHUNKED, WITHIN, Regions, regions_of
+from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features, step_time_of
 from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, CountedMove, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, split_parts
 from autopar.sharding.dims import Dims, analyze
@@ -79,18 +79,24 @@ def _ways(program: Program, plan: Plan, classes: LayerClasses) -> list[tuple[flo
 
 def _predicted(program: Program, dims: Dims, plan: Plan, classes: LayerClasses, graphs: int) -> Prediction:
     """The prediction of the whole model, whose layers are all treated alike where some are left out."""
-    accounts, repeat = _accounts(program, dims, plan, classes), program.repeat
-    step = step_time_of(program, machine_of(plan).links, graphs)
-    in_one_piece = step.seconds(_extrapolated(program, [a.features for a in accounts]))
-    if plan.overlap and in_one_piece - step.seconds(_optimistic(program, accounts)) > NEGLIGIBLE * in_one_piece:
+    machine = machine_of(plan)
+    step = step_time_of(program, machine.sizes, machine.links, graphs)
+    accounts, repeat = _accounts(program, dims, plan, classes, step), program.repeat
+    bucketed = _extrapolated(program, [a.launches.numbers() for a in accounts])
+    sent = messages(machine, bucketed)
+    more = further_messages(bucketed, sent, len(machine.names))
+    in_one_piece = step.seconds(_with(more, _extrapolated(program, [a.features for a in accounts])))
+    hidden = in_one_piece - step.seconds(_with(more, _optimistic(program, accounts)))
+    if plan.overlap and hidden > NEGLIGIBLE * in_one_piece:
         for account in accounts:
             account.cut(rewritten(account.program, plan).chunked)
-    seconds = step.seconds(_extrapolated(program, [a.features for a in accounts]))
+    seconds = step.seconds(_with(more, _extrapolated(program, [a.features for a in accounts])))
     totals = _extrapolated(program, [vars(_totals(plan, account)) for account in accounts])
     predicted = Predicted(**totals)
     if plan.overlap:
         predicted = replace(predicted, step_seconds=seconds, chunked_seconds=max(in_one_piece - seconds, 0.0))
-    launching = _extrapolated(program, [a.launches.count for a in accounts]) * machine_of(plan).device.host
+    launches = _extrapolated(program, [a.launches.alone for a in accounts]) + sum(sent.values())
+    launching = launches * machine.device.host
     waiting = max(launching - predicted.step_seconds, 0.0)
     predicted = replace(predicted, step_seconds=predicted.step_seconds + waiting, waiting_seconds=waiting)
     modules = [_rows(a.program, a.dims, plan, a.assignment, a) for a in accounts]
@@ -126,10 +132,12 @@ def step_features(
 
     They are as the search counts them: chunks hide as much as chunks can, or nothing.
     """
+    machine = machine_of(plan)
+    step = step_time_of(program, machine.sizes, machine.links)
     parts = [
         (share, _optimistic(program, known) if chunks else _extrapolated(program, [a.features for a in known]))
         for share, part in _ways(program, plan, classes)
-        for known in [_accounts(program, dims, part, classes)]
+        for known in [_accounts(program, dims, part, classes, step)]
     ]
     none = no_features(len(plan.axes))
     regions = dict.fromkeys(region for _, own in parts for region in own)
@@ -149,13 +157,18 @@ def _optimistic(program: Program, accounts: Sequence[_Account]) -> dict[str, Flo
     return found
 
 
-def _accounts(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> list[_Account]:
+def _with(more: Mapping[str, Floats], features: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Features of regions, and what is added to them."""
+    return {region: own + more.get(region, 0.0) for region, own in features.items()}
+
+
+def _accounts(program: Program, dims: Dims, plan: Plan, classes: LayerClasses, step: StepTime) -> list[_Account]:
     """All that a plan costs, and of a deep model all that it costs with a layer less."""
-    found = [_account(program, dims, plan, classes)]
+    found = [_account(program, dims, plan, classes, step)]
     if program.repeat is not None:
         shorter = program.repeat.shorter
         dims = analyze(shorter)
-        found.append(_account(shorter, dims, plan, layer_classes(shorter, dims), found[0].shared))
+        found.append(_account(shorter, dims, plan, layer_classes(shorter, dims), step, found[0].shared))
     return found
 
 
@@ -169,7 +182,9 @@ def _extrapolated(program: Program, found: Sequence[Any]) -> Any:
 
 def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, float]:
     """Seconds of each operator in a step, with moves and host copies of its results; all microbatches together."""
-    return _account(program, dims, plan, layer_classes(program, dims)).seconds
+    machine = machine_of(plan)
+    step = step_time_of(program, machine.sizes, machine.links)
+    return _account(program, dims, plan, layer_classes(program, dims), step).seconds
 
 
 def _account(
@@ -177,13 +192,14 @@ def _account(
     dims: Dims,
     plan: Plan,
     classes: LayerClasses,
+    step: StepTime,
     shared: Mapping[SharedMove, tuple[str, int]] = MappingProxyType({}),
 ) -> _Account:
     """All that a plan costs, of the program as it is; ``shared``: of one with a layer more, see `_Account`."""
     assignment = assign(program, dims, plan, classes)
     machine = machine_of(plan)
     account = _Account(
-        program, dims, classes, machine, regions_of(program), assignment, Launches(machine, plan.overlap),
+        program, dims, classes, machine, regions_of(program), step, assignment, Launches(machine, plan.overlap),
         shared=dict(shared),
     )  # fmt: skip
     moved = all_moves(program, dims, assignment, Tables(account.machine))
@@ -202,8 +218,9 @@ class _Account:
     """Totals, by node, module and axis.
 
     ``places`` says in which regions a value is moved in the forward or backward pass, and what kind of moves these are;
-    ``shared`` where the values of a class are moved to their consumer layout, and what kind of move that is. With
-    a layer less the first of a class may be one that others read: what is extrapolated must be of the same regions.
+    ``step`` how the time of the whole model's step follows from its regions; ``shared`` where the values of a class are
+    moved to their consumer layout, and what kind of move that is. With a layer less the first of a class may be one
+    that others read: what is extrapolated must be of the same regions.
     """
 
     program: Program
@@ -211,6 +228,7 @@ class _Account:
     classes: LayerClasses
     machine: Machine
     regions: Regions
+    step: StepTime
     assignment: Assignment
     launches: Launches
     compute: float = 0.0
@@ -357,6 +375,7 @@ def _count_moves(
         consumer = assignment.consumer_layouts.get(value)
         through = () if consumer is None else table.path(assignment.outputs[value], consumer)
         start = consumer or assignment.outputs[value]
+        levels = Counter[int]()
         for i, (size, (move, times, at)) in enumerate(zip(sizes[key], counted, strict=True)):
             account.move(node, move.collective, move.axis, size, times, float(whole[0, i]), float(whole[1:, i].sum()))
             backward, hoisted = at == IN_BACKWARD, at == HOISTED
@@ -370,11 +389,16 @@ def _count_moves(
                 reader = next((n for n, w in wanted if w != start and move in table.path(start, w)), None)
                 region, kind = regions.of_move(value, backward=backward, hoisted=hoisted, reader=reader)
             account.places.setdefault((value, backward), {})[region, kind] = None
-            share, sent = regions.share(region, kind), feature(kind, move.axis, axes)
+            share, sent = float(account.step.messages(region, kind)[move.axis]), feature(kind, move.axis, axes)
             kernels, told = _features_of(whole[:, i], move.axis, axes, kind, share)
             account.add(region, KERNELS, kernels * times)
             account.add(region, sent, told * times)
-            account.launches.move(region, kind, move, size * times, times, share, float(copies[key][i]))
+            account.launches.alone += float(copies[key][i]) * times
+            late = region.endswith(BACKWARD)
+            bucket = Bucketed(move.collective, move.axis, kind, late, levels[at], times)
+            as_counted = share * times, share * float(whole[1 + 2 * axes + move.axis, i]) * times
+            account.launches.move(region, bucket, move, regions.together(value, late), size * times, as_counted)
+            levels[at] += move.kind not in LOCAL_MOVES
             if chunks:
                 more = account.hideable.setdefault(region, no_features(axes))
                 least_kernels, least_told = _features_of(least[:, i], move.axis, axes, kind, share)

@@ -128,7 +128,9 @@ class Rounds:
     @property
     def all_hidden(self) -> Weights:
         """Weights that price communication only where nothing can hide it."""
-        return Weights(step_time_of(self.program, self.job.cluster.link_for(self.job.axes), self.job.graphs))
+        axes = self.job.axes
+        sizes, links = tuple(axes.values()), self.job.cluster.link_for(axes)
+        return Weights(step_time_of(self.program, sizes, links, self.job.graphs))
 
     @property
     def is_decided(self) -> bool:

@@ -20,14 +20,16 @@ and reductions on CPUs: Gloo sends the members of a coalesced one on their own. 
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopar.costs.device import Link
 from autopar.ir.graph import block_of, inherit_origin, is_backward, module_path
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import COALESCED, Collective, c10d
@@ -86,11 +88,9 @@ def bucket_collectives(program: Program, plan: Plan) -> Program:
     return program
 
 
-def bucket_bytes(machine: Machine, axis: str) -> float:
+def bucket_bytes(devices: int, link: Link) -> float:
     """Bytes at which a ring's latency, ``2 (n - 1) alpha``, is a small share of its ``2 (n - 1) / n bytes / beta``."""
-    i = machine.names.index(axis)
-    link = machine.links[i]
-    return min(LARGEST, max(SMALLEST, machine.sizes[i] * link.latency * link.bandwidth / LATENCY_SHARE))
+    return min(LARGEST, max(SMALLEST, devices * link.latency * link.bandwidth / LATENCY_SHARE))
 
 
 def _gradient_sums(program: Program) -> list[fx.Node]:
@@ -158,21 +158,27 @@ def _buckets(
         # What is reduced after the last microbatch must not take with it what each microbatch adds to a sum.
         key = (node.target, _collective([node]).axis, dtype, place, is_backward(node), node in gathers, node in once)
         groups.setdefault(key, {}).setdefault(block or node, []).append(node)
-    for (_, axis, *_), units in groups.items():
-        yield from _filled(units.values(), bucket_bytes(machine, axis))
+    for (_, axis, *_), alike in groups.items():
+        i, units = machine.names.index(axis), iter(alike.values())
+        limit = bucket_bytes(machine.sizes[i], machine.links[i])
+        for count in filled([_collective(unit).bytes for unit in alike.values()], limit):
+            yield [node for unit in itertools.islice(units, count) for node in unit]
 
 
-def _filled(units: Iterable[list[fx.Node]], limit: float) -> list[list[fx.Node]]:
-    buckets: list[list[fx.Node]] = [[]]
-    size = 0.0
-    for unit in units:
-        more = _collective(unit).bytes
-        if buckets[-1] and size + more > limit:
-            buckets.append([])
+def filled(sizes: Sequence[float], limit: float) -> list[int]:
+    """How many of some units each bucket takes, in order: as many as there is room for, and at least one.
+
+    >>> filled([3, 4, 9, 1, 1], 8)
+    [2, 1, 2]
+    """
+    found, size = list[int](), 0.0
+    for more in sizes:
+        if not found or size + more > limit:
+            found.append(0)
             size = 0.0
-        buckets[-1] += unit
+        found[-1] += 1
         size += more
-    return buckets
+    return found
 
 
 def _collective(members: list[fx.Node]) -> Collective:

@@ -170,10 +170,10 @@ def _of_moves(context: BuildContext, joined: Connection, when: int) -> tuple[str
     region, kind = regions.of_move(
         (node, joined.value[1]), backward=when == IN_BACKWARD, hoisted=when == BEFORE_MICROBATCHES, reader=reader
     )
-    found = np.zeros((len(no_features(axes)), 2 + 3 * axes))
+    found, messages = np.zeros((len(no_features(axes)), 2 + 3 * axes)), context.weights.messages(region, kind)
     found[KERNELS, 0], found[KERNELS, -1] = 1, kind in BLOCKING_KINDS
     for axis in range(axes):
         found[feature(kind, axis, axes), 1 + axis] = 1
         found[feature(CHUNKED, axis, axes), 1 + axes + axis] = 1
-        found[feature(kind, axis, axes), 1 + 2 * axes + axis] = regions.share(region, kind)
+        found[feature(kind, axis, axes), 1 + 2 * axes + axis] = messages[axis]
     return region, found * (joined.weight * (1 if when == BEFORE_MICROBATCHES else joined.moves))

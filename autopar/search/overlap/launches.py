@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -12,10 +15,42 @@ from autopar.ir.graph import dependent_on
 from autopar.ir.program import Program
 from autopar.passes.collectives.bucket_collectives import bucket_bytes
 from autopar.passes.kernels.add_bias_in_product import adds_bias
-from autopar.search.overlap.regions import BACKWARD, BLOCKING_KINDS
+from autopar.search.overlap.regions import BLOCKING_KINDS
+from autopar.search.overlap.step_time import Floats, feature, no_features
 from autopar.sharding.dims import Dims, Operator
 from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.redistribute.moves import LOCAL_MOVES, Machine, Move
+
+
+class Bucketed(NamedTuple):
+    """Messages that may travel together: of one kind, along one axis, of one pass, behind as many others of a value."""
+
+    collective: str
+    axis: int
+    kind: int
+    backward: bool
+    level: int
+    runs: int
+
+
+@dataclass
+class _Told:
+    """What may travel together, of a region.
+
+    Attributes:
+        units: blocks, or parameters outside of blocks.
+        bytes: in a step.
+        counted: messages as the search counts them, and their seconds.
+    """
+
+    units: set[str] = field(default_factory=set)
+    bytes: float = 0.0
+    counted: float = 0.0
+    seconds: float = 0.0
+
+
+Numbers = Mapping[Bucketed, Mapping[str, Mapping[str, float]]]
+"""Of what may travel together, by region: as in `_Told`, with the number of units."""
 
 
 @dataclass
@@ -26,46 +61,68 @@ class Launches:
         machine: the mesh.
         together: whether parameters and gradients of a block travel together; else gradients that are summed only.
         alone: kernels, copies, and messages that travel alone.
-        buckets: messages that travel together, by what they have in common: how many there are block by block, their
-            bytes in a step, and how often they are sent.
+        bucketed: messages that travel together.
     """
 
     machine: Machine
     together: bool
     alone: float = 0.0
-    buckets: dict[tuple[str, int, int, bool], list[float]] = field(default_factory=dict)
+    bucketed: dict[Bucketed, dict[str, _Told]] = field(default_factory=lambda: defaultdict(dict))
 
-    def move(self, region: str, kind: int, move: Move, size: float, times: int, share: float, copies: float) -> None:
-        """Add those of a move.
+    def move(
+        self, region: str, key: Bucketed, move: Move, unit: str, size: float, counted: tuple[float, float]
+    ) -> None:
+        """Add the messages of a move.
 
         Args:
             region: of the move.
-            kind: of communication, see `autopar.search.overlap.regions`.
+            key: what it may travel with.
             move: the move.
+            unit: see `Regions.together`.
             size: bytes in a step.
-            times: that it runs.
-            share: see `Regions.share`.
-            copies: kernels of the device's own, each time.
+            counted: messages of a step as the search counts them, and their seconds.
         """
-        self.alone += copies * times
         if move.kind in LOCAL_MOVES or self.machine.sizes[move.axis] == 1:
             return
-        if kind in BLOCKING_KINDS or not (self.together or move.kind == "all_reduce"):
-            self.alone += times
+        if key.kind in BLOCKING_KINDS or not (self.together or move.kind == "all_reduce"):
+            self.alone += key.runs
             return
-        # Blocks travel together, too, as long as a bucket has room.
-        found = self.buckets.setdefault((move.collective, move.axis, kind, region.endswith(BACKWARD)), [0.0, 0.0, 1.0])
-        found[0] += share * times
-        found[1] += size
-        found[2] = max(found[2], times)
+        own = self.bucketed[key].setdefault(region, _Told())
+        own.units.add(unit)
+        own.bytes += size
+        own.counted += counted[0]
+        own.seconds += counted[1]
 
-    @property
-    def count(self) -> float:
-        """All launches."""
-        found = self.alone
-        for (_, axis, *_), (messages, size, runs) in self.buckets.items():
-            found += min(messages, runs * math.ceil(size / runs / bucket_bytes(self.machine, self.machine.names[axis])))
-        return found
+    def numbers(self) -> Numbers:
+        """What may travel together, in numbers that are extrapolated to more layers."""
+        return {key: {region: {**vars(own), "units": float(len(own.units))} for region, own in regions.items()}
+                for key, regions in self.bucketed.items()}  # fmt: skip
+
+
+def messages(machine: Machine, numbers: Numbers) -> dict[Bucketed, float]:
+    """How many are sent in a step of a whole model: units travel together as a bucket has room."""
+    found = {}
+    for key, regions in numbers.items():
+        units, size = (sum(own[name] for own in regions.values()) for name in ("units", "bytes"))
+        limit = bucket_bytes(machine.sizes[key.axis], machine.links[key.axis])
+        found[key] = key.runs * min(units, math.ceil(size / key.runs / limit))
+    return found
+
+
+def further_messages(numbers: Numbers, sent: Mapping[Bucketed, float], axes: int) -> dict[str, Floats]:
+    """Features of regions for messages of which the search counts a part, since some parameters are not in them.
+
+    Args:
+        numbers: of the whole model.
+        sent: see `messages`.
+        axes: of the mesh.
+    """
+    found: dict[str, Floats] = defaultdict(lambda: no_features(axes))
+    for key, regions in numbers.items():
+        counted = sum(own["counted"] for own in regions.values())
+        for region, own in regions.items():
+            found[region][feature(key.kind, key.axis, axes)] += own["seconds"] * max(sent[key] / counted - 1, 0.0)
+    return found
 
 
 def launches(node: fx.Node, operator: Operator) -> bool:

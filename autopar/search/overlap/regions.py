@@ -20,6 +20,7 @@ from autopar.ir.ops.attention import attention, attention_backward
 from autopar.ir.ops.formula.attention_rows import attention_rows, attention_rows_backward
 from autopar.ir.ops.sequence.masked_attention import attention_masked, attention_masked_backward
 from autopar.ir.program import Program, draws
+from autopar.search.overlap.buckets import Unit
 
 aten = torch.ops.aten
 
@@ -54,8 +55,8 @@ class Regions:
     Attributes:
         program: whose operators these are.
         names: region of each operator, and of each input as it is first read.
-        units: by region, how many blocks there are, or without blocks, how many parameters are read there.
-        together: by region, how many parameters a block has, which are gathered in one collective, and reduced in one.
+        units: by region, what is gathered together, and reduced together: the parameters of each block, or without
+            blocks, each parameter that is read there, in this order.
         opening: the regions that a step begins with: the first one, and the next.
         closing: the regions that it ends with: the last one, and the one before.
         turning: the region that the backward pass begins with, such as a language model's head.
@@ -71,8 +72,7 @@ class Regions:
 
     program: Program
     names: Mapping[fx.Node, str]
-    units: Mapping[str, int]
-    together: Mapping[str, float]
+    units: Mapping[str, tuple[Unit, ...]]
     opening: tuple[str, str]
     closing: tuple[str, str]
     turning: str
@@ -87,9 +87,10 @@ class Regions:
         """The region in which an operator of the forward pass is recomputed."""
         return f"{self.names[node].removesuffix(FORWARD)}{BACKWARD}"
 
-    def share(self, region: str, kind: int) -> float:
-        """How much of a move's messages counts: parameters and gradients of a block are sent together."""
-        return 1.0 if kind in BLOCKING_KINDS else 1.0 / self.together.get(region, 1.0)
+    def together(self, value: Value, backward: bool) -> str:
+        """The block whose parameters a parameter, or its gradient, is sent together with; else its own name."""
+        node = self.readers.get((value, backward), value[0]) if value[0].op == "placeholder" else value[0]
+        return block_of(module_path(node), self.program.blocks) or f"{value[0].name} {value[1]}"
 
     def of_move(
         self, value: Value, *, backward: bool, hoisted: bool = False, reader: fx.Node | None = None
@@ -142,7 +143,7 @@ def _regions(program: Program) -> Regions:
     closing = _two(names[n] for n in reversed(backward))
     working = frozenset(name for node, name in names.items() if node.target in _PRODUCTS)
     return Regions(
-        program, names, *_units(program, names, readers), opening, closing, names[backward[0]], static, filling,
+        program, names, _units(program, names, readers, static), opening, closing, names[backward[0]], static, filling,
         gradients, readers, working, _chunkable(program, static, gradients),
     )  # fmt: skip
 
@@ -260,20 +261,35 @@ def _readers(
 
 
 def _units(
-    program: Program, names: Mapping[fx.Node, str], readers: Mapping[tuple[Value, bool], fx.Node]
-) -> tuple[dict[str, int], dict[str, float]]:
+    program: Program,
+    names: Mapping[fx.Node, str],
+    readers: Mapping[tuple[Value, bool], fx.Node],
+    static: Collection[fx.Node],
+) -> dict[str, tuple[Unit, ...]]:
     blocks: dict[str, set[str]] = defaultdict(set)
     for node, region in names.items():
         block = block_of(module_path(node), program.blocks)
         if block is not None:
             blocks[region].add(block)
-    parameters: dict[str, int] = defaultdict(int)
+    order = {node: i for i, node in enumerate(program.sources)}
+    ordered = [region for node, region in names.items() if node not in static]
+    read: dict[str, list[tuple[int, float]]] = {region: [] for region in (*ordered, *names.values())}
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         for backward in (False, True):
             reader = readers.get(((node, 0), backward))
             if spec.kind == "parameter" and reader is not None:
-                parameters[names[reader]] += 1
-    units = {region: len(blocks[region]) or max(parameters[region], 1) for region in set(names.values())}
-    # As many gradients are computed in a backward pass as parameters are read in its forward pass.
-    both = {r: max(parameters[r], parameters[r.removesuffix(BACKWARD) + FORWARD]) for r in units}
-    return units, {region: max(both[region] / n, 1.0) for region, n in units.items()}
+                value = node.meta["val"]
+                read[names[reader]].append((order[reader], float(value.numel() * value.element_size())))
+    found: dict[str, tuple[Unit, ...]] = {}
+    for region, parameters in read.items():
+        sizes = [size for _, size in sorted(parameters)]
+        forward = read.get(region.removesuffix(BACKWARD) + FORWARD, [])
+        if len(forward) > len(sizes):
+            # As many gradients are computed in a backward pass as parameters are read in its forward pass.
+            sizes = [size for _, size in sorted(forward, reverse=True)]
+        count = len(blocks[region])
+        if count and sizes:
+            found[region] = (Unit(sum(sizes) / count, len(sizes) / count),) * count
+        else:
+            found[region] = tuple(Unit(size) for size in sizes)
+    return found

@@ -11,7 +11,8 @@ weights are computed. All else hides. So a region takes at least, and with the o
 What is gathered for the first unit of a step, or re-gathered for the first of its backward pass, hides behind nothing,
 and what is gathered for the first unit of the next region, such as the first of all blocks, behind kernels of the
 first region alone: it counts there. Likewise gradients of the last unit are reduced behind nothing, and those of the
-last unit of the region before beside the last region. In a pipeline each graph of a stage begins, and the last one of
+last unit of the region before beside the last region. Small units are sent together, see `sent_in_buckets`: whatever
+is in the first one's bucket hides behind nothing, too. In a pipeline each graph of a stage begins, and the last one of
 a step ends, in such a way. ``I`` is sent within operators, as in a ring of attention: what of it their own kernels do
 not hide is in ``K``, but a link that it takes is taken; the search leaves it out. Of what else hides, the first two
 rows have the share for which its link occupies the device (`autopar.costs.device.Link`). Sums of ``m`` microbatches
@@ -24,18 +25,23 @@ rows are its longest prove it optimal.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.costs.device import Link
 from autopar.ir.program import Program
+from autopar.passes.collectives.bucket_collectives import bucket_bytes
+from autopar.search.overlap.buckets import Sent, Unit, sent_in_buckets
 from autopar.search.overlap.regions import (
     BACKWARD,
     BEFORE,
     BLOCKING,
+    BLOCKING_KINDS,
     CHUNKED,
     FORWARD,
     GATHER,
@@ -64,19 +70,24 @@ def no_features(axes: int) -> Floats:
     return np.zeros(2 + _KINDS * axes)
 
 
-def step_time_of(program: Program, links: Sequence[Link], graphs: int = 1) -> StepTime:
+def step_time_of(program: Program, sizes: Sequence[int], links: Sequence[Link], graphs: int = 1) -> StepTime:
     """How the time of a step of the whole model follows from its regions.
 
     Args:
         program: canonical program of one microbatch.
-        links: of the mesh's axes.
+        sizes: devices along each of the mesh's axes.
+        links: of these axes.
         graphs: see `StepTime`.
     """
-    regions, repeat = regions_of(program), program.repeat
-    units = regions.units if repeat is None else repeat.extrapolate(regions.units, regions_of(repeat.shorter).units)
+    regions, repeat, units = regions_of(program), program.repeat, regions_of(program).units
+    if repeat is not None:
+        less = regions_of(repeat.shorter).units
+        counts = {name: round(repeat.extrapolate(len(own), len(less.get(name, ())))) for name, own in units.items()}
+        units = {name: own[:1] * counts[name] if len(own) < counts[name] else own for name, own in units.items()}
     # Other programs are cut anywhere: a stage may begin with less than a block.
     count, occupies = 1 if repeat is None else graphs, tuple(link.occupies for link in links)
-    return StepTime(regions, len(links), program.part.count, units, count, occupies)
+    limits = tuple(map(bucket_bytes, sizes, links))
+    return StepTime(regions, len(links), program.part.count, units, count, occupies, limits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,17 +98,24 @@ class StepTime:
         regions: of a program.
         axes: how many axes the mesh has.
         microbatches: in a step.
-        units: blocks of each region, of the whole model.
+        units: of each region, see `Regions`, of the whole model.
         graphs: so many graphs of stages the blocks are cut into.
         occupies: of each axis's link, see `autopar.costs.device.Link`; empty: nothing.
+        limits: bytes of a bucket on each axis; empty: each unit is sent alone.
     """
 
     regions: Regions
     axes: int
     microbatches: int = 1
-    units: Mapping[str, float] = field(default_factory=dict)
+    units: Mapping[str, tuple[Unit, ...]] = field(default_factory=dict)
     graphs: int = 1
     occupies: tuple[float, ...] = ()
+    limits: tuple[float, ...] = ()
+
+    def messages(self, region: str, kind: int) -> Floats:
+        """How many messages each move in a region counts as, on each axis: parameters and gradients travel together."""
+        sent = [self._sent(kind, axis).messages.get(region, 1.0) for axis in range(self.axes)]
+        return np.ones(self.axes) if kind in BLOCKING_KINDS else np.array(sent)
 
     def rows(self, region: str) -> Mapping[str, Floats]:
         """Seconds of a region's rows are the sum of features with these factors, ``[rows, features]`` by region.
@@ -117,6 +135,9 @@ class StepTime:
     def affected(self, region: str) -> tuple[str, ...]:
         """The regions with rows that a region's features are in."""
         found = [region]
+        for kind in (GATHER, GRADIENT):
+            for axis in range(self.axes):
+                found += self._sent(kind, axis).beside.get(region, ())
         for end in (self.regions.opening, self.regions.closing):
             found += [end[0]] if region == end[1] != end[0] else []
         return tuple(dict.fromkeys(found))
@@ -133,82 +154,76 @@ class StepTime:
 
     _rows: dict[str, Mapping[str, Floats]] = field(default_factory=dict, init=False, repr=False)
 
-    def _share(self, region: str) -> float:
-        """Of what a region gathers or reduces, that of one unit."""
-        return 1 / max(self.units.get(region, 1), 1)
+    _known: dict[tuple[int, int], Sent] = field(default_factory=dict, init=False, repr=False)
 
-    def _exposed(self, region: str) -> float:
+    def _sent(self, kind: int, axis: int) -> Sent:
+        """How parameters, in both passes, or gradients are sent along an axis."""
+        if (kind, axis) not in self._known:
+            limit = self.limits[axis] if self.limits else 0.0
+            forward, backward = ({r: own for r, own in self.units.items() if r.endswith(end)}
+                                 for end in (FORWARD, BACKWARD))  # fmt: skip
+            per_graph = None if self.graphs == 1 else max(self._blocks(FORWARD) // self.graphs, 1)
+            together = partial(sent_in_buckets, limit=limit, apart=per_graph)
+            if kind == GRADIENT:
+                found = together(backward, ends=self.regions.closing, late=True)
+            else:
+                turning = self.regions.turning
+                found = together(forward, ends=self.regions.opening) | together(backward, ends=(turning, turning))
+            self._known[kind, axis] = found
+        return self._known[kind, axis]
+
+    def _blocks(self, end: str) -> int:
+        """How many blocks a pass has."""
+        return sum(len(own) for r, own in self.units.items() if r.endswith(end) and not r.startswith(OUTSIDE))
+
+    def _exposed(self, region: str, sent: Sent) -> float:
         """Of what a region gathers or reduces, that which nothing hides as a stage's graph begins or ends with it."""
         if self.graphs == 1 or region == BEFORE or region.startswith(OUTSIDE):
             return 0.0
-        end = FORWARD if region.endswith(FORWARD) else BACKWARD
-        blocks = sum(n for r, n in self.units.items() if r.endswith(end) and not r.startswith(OUTSIDE))
-        return min((self.graphs - 1) / max(blocks, 1), 1.0)
+        blocks = self._blocks(FORWARD if region.endswith(FORWARD) else BACKWARD)
+        share = sent.most.get(region, 0.0) * len(self.units.get(region, ())) / max(blocks, 1)
+        return min((self.graphs - 1) * share, 1.0)
 
     def _factors(self, region: str) -> Mapping[str, Floats]:
-        axes, each = self.axes, range(self.axes)
+        axes, each, early = self.axes, range(self.axes), 1 - 1 / self.microbatches
         (first, second), (last, before) = self.regions.opening, self.regions.closing
-        compute, filled = no_features(axes), no_features(axes)
-        compute[[KERNELS, FILLING]] = 1
-        filled[KERNELS] = 1
-        exposed = self._exposed(region)
-        ends = (GATHER, exposed + self._share(region) * (region in (first, self.regions.turning))), (
-            GRADIENT, exposed + self._share(region) * (region == last)
-        )  # fmt: skip
-        # Units that are gathered beside the region before, or reduced beside the one behind.
-        moved = {GATHER: self._share(region) * (region == second != first),
-                 GRADIENT: self._share(region) * (region == before != last)}  # fmt: skip
-        links, final = [], []
+        final = 2 + axes if self.microbatches > 1 else None
+        count = 2 + axes * (1 if final is None else 2)
+        chains = {other: (kind, count + i) for i, (kind, other) in enumerate(
+            [(GATHER, second)] * (region == first != second) + [(GRADIENT, before)] * (region == last != before)
+        )}  # fmt: skip
+        found = defaultdict[str, Floats](lambda: np.zeros((count + len(chains), len(no_features(axes)))))
+        own = found[region]
+        own[:2, KERNELS] = own[0, FILLING] = 1
         for axis in each:
-            compute[feature(BLOCKING, axis, axes)] = filled[feature(BLOCKING, axis, axes)] = 1
             slowed = self.occupies[axis] if self.occupies else 0.0
-            compute[feature(WAITED, axis, axes)], filled[feature(WAITED, axis, axes)] = slowed, 1
-            for kind, part in (*ends, (CHUNKED, 0.0)):
-                shown = min(part, 1.0)
-                compute[feature(kind, axis, axes)] = filled[feature(kind, axis, axes)] = shown + (1 - shown) * slowed
-            link = no_features(axes)
-            link[[feature(kind, axis, axes) for kind in range(_KINDS)]] = 1
-            for kind, part in moved.items():
-                link[feature(kind, axis, axes)] -= part
-            links.append(link)
-        early = 1 - 1 / self.microbatches
-        for axis in each if self.microbatches > 1 else ():
-            row = compute * early
-            row[feature(GRADIENT, axis, axes)] = 1 - moved[GRADIENT]
-            final.append(row)
-        found = {region: [compute, filled, *links, *final]}
-        # One value is gathered, or reduced, along one axis after the other.
-        if region == first != second:
-            self._add_neighbour(found, second, GATHER, no_features(axes), final=False)
-        if region == last != before:
-            own = compute * early
-            own[[feature(GRADIENT, axis, axes) for axis in each]] = 0
-            self._add_neighbour(found, before, GRADIENT, own, final=bool(final))
-        return {r: np.array(rows) for r, rows in found.items()}
-
-    def _add_neighbour(
-        self, found: dict[str, list[Floats]], other: str, kind: int, own: Floats, *, final: bool
-    ) -> None:
-        """Add what a unit of a neighbour communicates to the rows of links, and a row for all links of that unit.
-
-        Args:
-            found: factors of the region's rows, by region.
-            other: the neighbour.
-            kind: of communication.
-            own: what the region has in the row that is added.
-            final: whether there are rows of the last microbatch.
-        """
-        (region, rows), axes, share = next(iter(found.items())), self.axes, self._share(other)
-        beside = found.setdefault(other, [no_features(axes) for _ in rows])
-        beside += [no_features(axes) for _ in range(len(rows) - len(beside))]
-        for axis in range(axes):
-            beside[2 + axis][feature(kind, axis, axes)] = share
-            if final:
-                beside[2 + axes + axis][feature(kind, axis, axes)] = share
-        rows.append(own)
-        # Its own value takes the last axis first, or last.
-        own[feature(kind, axes - 1, axes)] = rows[0][feature(kind, axes - 1, axes)]
-        for name, others in found.items():
-            if name != region:
-                others.append(no_features(axes))
-        beside[-1][[feature(kind, axis, axes) for axis in range(axes)]] = share
+            own[2 + axis, [feature(kind, axis, axes) for kind in range(_KINDS)]] = 1
+            own[:2, feature(BLOCKING, axis, axes)] = own[1, feature(WAITED, axis, axes)] = 1
+            own[0, feature(WAITED, axis, axes)] = own[:2, feature(CHUNKED, axis, axes)] = slowed
+            for kind in (GATHER, GRADIENT):
+                at, sent = feature(kind, axis, axes), self._sent(kind, axis)
+                shown = sent.shown.get(region, {})
+                part = min(shown.get(region, 0.0) + self._exposed(region, sent), 1.0)
+                own[:2, at] = part + (1 - max(part, sum(shown.values()))) * slowed
+                own[2 + axis, at] = sent.beside.get(region, {region: 1.0}).get(region, 0.0)
+                for other, homes in sent.beside.items():
+                    if other != region and region in homes:
+                        found[other][:2, at] = sent.shown.get(other, {}).get(region, 0.0)
+                        found[other][2 + axis, at] = homes[region]
+        if final is not None:
+            for factors in found.values():
+                factors[final : final + axes] = factors[0] * early
+                for axis in each:
+                    at = feature(GRADIENT, axis, axes)
+                    factors[final + axis, at] = factors[2 + axis, at]
+        # One value is gathered, or reduced, along one axis after the other: its own the last axis first, or last.
+        for other, (kind, row) in chains.items():
+            if kind == GRADIENT:
+                own[row] = own[0] * early
+                own[row, [feature(kind, axis, axes) for axis in each]] = 0
+            at = feature(kind, axes - 1, axes)
+            own[row, at] = own[0, at]
+            for axis in each:
+                at = feature(kind, axis, axes)
+                found[other][row, at] = found[other][2 + axis, at]
+        return dict(found)

@@ -81,9 +81,14 @@ class Weights:
             prices = self.prices(region)
             kernels = prices[KERNELS]
             sent, hidden = (prices[[feature(k, axis, axes) for axis in range(axes)]] for k in (kind, CHUNKED))
-            messages, waits = regions.share(region, kind) * sent, kernels * (kind in BLOCKING_KINDS)
+            messages, waits = self.messages(region, kind) * sent, kernels * (kind in BLOCKING_KINDS)
             found.append(np.concatenate([[kernels], sent, hidden, messages, [waits]]))
         return found[0], found[1], found[2]
+
+    def messages(self, region: str, kind: int) -> Floats:
+        """How many messages each move in a region counts as, on each axis of the problem."""
+        found = self.step.messages(region, kind)
+        return found if self.of is None else found[list(self.of)]
 
     def of_axes(self, axes: Sequence[int]) -> Weights:
         """The same prices for a problem that has some of the axes alone."""

@@ -60,7 +60,7 @@ def test_who_takes_a_value_as_it_was_made_pays_for_no_slice_of_its_consumer_layo
     program, (axes, cluster) = zoo.captured(name)[0], ({"a": 2, "b": 4}, Cluster.preset("cpu"))
     dims = analyze(program)
     classes = layer_classes(program, dims)
-    weights = Weights(step_time_of(program, cluster.link_for(axes)), chunks=False)
+    weights = Weights(step_time_of(program, tuple(axes.values()), cluster.link_for(axes)), chunks=False)
     problem = BudgetProblem.of(program, dims, classes, Job(axes, cluster), weights)
     built = problem.formulation(problem.job.restrictions, problem.states_alone)
     met: list[Ints] = []

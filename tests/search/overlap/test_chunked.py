@@ -33,7 +33,7 @@ def test_no_plan_hides_more_than_the_bound_counts(bandwidth: float) -> None:
     plans += [solve(program, AXES, cluster, search=Search(recipe=r, cache=False)) for r in RECIPES]
     plans = [predict(program, dims, replace(plan, overlap=True), classes) for plan in plans]
     assert sum(plan.predicted.chunked_seconds > 0 for plan in plans) > 2
-    step = step_time_of(program, cluster.link_for(AXES))
+    step = step_time_of(program, tuple(AXES.values()), cluster.link_for(AXES))
     for plan in plans:
         least = step.seconds(step_features(program, dims, plan, classes))
         assert least <= plan.predicted.step_seconds * (1 + 1e-9)

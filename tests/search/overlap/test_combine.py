@@ -12,15 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.ir.program import Program
+from autopar.search.overlap.buckets import Unit
 from autopar.search.overlap.combine import combined, step_seconds
 from autopar.search.overlap.regions import Regions
 from autopar.search.overlap.step_time import Floats, StepTime, no_features
 from autopar.search.solver.problem import Edge, Ints, Node, Problem, evaluate
 
 AXES = 2
-NAMES = ("first", "second", "last")
+NAMES = ("first forward", "blocks forward", "blocks backward", "last backward")
+UNITS = dict.fromkeys(NAMES, (Unit(1.0),) * 2)
 REGIONS = Regions(
-    cast(Program, None), {}, dict.fromkeys(NAMES, 2), {}, NAMES[:2], (NAMES[2], NAMES[1]), NAMES[1], frozenset(),
+    cast(Program, None), {}, UNITS, NAMES[:2], (NAMES[3], NAMES[2]), NAMES[2], frozenset(),
     frozenset(), frozenset(), {}, frozenset(), {},
 )  # fmt: skip
 
@@ -32,10 +34,10 @@ class Case:
         draw = np.random.default_rng(seed)
         self.sizes = draw.integers(2, 4, size=4)
         size = len(no_features(AXES))
-        self.own = [(NAMES[draw.integers(3)], draw.random((size, n)) * (draw.random((size, n)) < 0.4))
+        self.own = [(NAMES[draw.integers(4)], draw.random((size, n)) * (draw.random((size, n)) < 0.4))
                     for n in self.sizes]  # fmt: skip
         ends = [(0, 1), (1, 2), (2, 3), (3, 0), (2, 2)]
-        self.pairs = [(u, v, NAMES[draw.integers(3)], draw.random((size, self.sizes[u], self.sizes[v])))
+        self.pairs = [(u, v, NAMES[draw.integers(4)], draw.random((size, self.sizes[u], self.sizes[v])))
                       for u, v in ends]  # fmt: skip
         nodes = tuple(Node(f"{i}", np.where(draw.random(n) < 0.1, np.inf, 0.0), np.zeros(n))
                       for i, n in enumerate(self.sizes))  # fmt: skip
@@ -45,7 +47,7 @@ class Case:
             for u, v in ends
         )  # fmt: skip
         self.problem = Problem(nodes, edges)
-        self.step = StepTime(REGIONS, AXES, int(draw.integers(1, 3)), dict.fromkeys(NAMES, 2))
+        self.step = StepTime(REGIONS, AXES, int(draw.integers(1, 3)), UNITS, limits=(0.0, 2.0))
         self.pool = [np.array([draw.integers(n) for n in self.sizes]) for _ in range(3)]
 
     def spent(self, labels: Sequence[Ints]) -> Iterator[tuple[int, int | None, str, Floats]]:

@@ -12,6 +12,7 @@ import torch
 from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.search.options import Search
+from autopar.search.overlap.buckets import Unit
 from autopar.search.overlap.regions import BACKWARD, BLOCKING, CHUNKED, GATHER, GRADIENT, OUTSIDE, WAITED, regions_of
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
 from autopar.simulate import simulate
@@ -53,7 +54,7 @@ def test_a_region_takes_the_longest_of_its_rows() -> None:
         return found
 
     def seconds(microbatches: int = 1, region: str = middle, graphs: int = 1, **parts: float) -> float:
-        step = StepTime(regions, 1, microbatches, dict.fromkeys(regions.units, 2), graphs)
+        step = StepTime(regions, 1, microbatches, dict.fromkeys(regions.units, (Unit(1.0),) * 2), graphs)
         return step.seconds({region: vector(**parts)})
 
     assert seconds(kernels=3, filling=2, gather=4) == 5  # hidden
@@ -70,7 +71,7 @@ def test_a_region_takes_the_longest_of_its_rows() -> None:
     assert seconds(kernels=3, region=second, gather=4) == 3 + 2
     assert seconds(kernels=3, region=before, gradient=4) == 3 + 2
     assert seconds(kernels=3, region=before, gradient=4, microbatches=2) == max(3, 1.5 + 2) + 2
-    blocks = StepTime(regions, 1, 1, dict.fromkeys(regions.units, 2))
+    blocks = StepTime(regions, 1, 1, dict.fromkeys(regions.units, (Unit(1.0),) * 2))
     assert blocks.seconds({first: vector(kernels=1.5), second: vector(kernels=3, gather=4)}) == 2 + 3
     assert blocks.seconds({first: vector(kernels=2.5), second: vector(kernels=3, gather=4)}) == 2.5 + 3
     assert blocks.seconds({last: vector(kernels=1.5), before: vector(kernels=3, gradient=4)}) == 2 + 3

@@ -22,7 +22,7 @@ from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job, Search
 from autopar.search.overlap.combine import step_seconds
 from autopar.search.overlap.regions import BEFORE, BLOCKING, WAITED, regions_of
-from autopar.search.overlap.step_time import StepTime, step_time_of
+from autopar.search.overlap.step_time import step_time_of
 from autopar.search.overlap.weights import Weights
 from autopar.search.predict import _account, predict, step_features
 from autopar.search.random_plan import random_plan
@@ -43,7 +43,7 @@ SHARED = replace(
 def drawn(program: Program, seed: int, cluster: Cluster = SHARED) -> Weights:
     """Weights of all regions at random."""
     regions, random = regions_of(program), np.random.default_rng(seed)
-    step = step_time_of(program, cluster.link_for(AXES))
+    step = step_time_of(program, tuple(AXES.values()), cluster.link_for(AXES))
     rows = {region: random.dirichlet(np.ones(len(step.rows(region)[region]))) for region in {*regions.names.values()}}
     return Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)[BEFORE]))[0]})
 
@@ -122,8 +122,7 @@ def test_the_level_method_reaches_the_best_weights_of_known_plans() -> None:
     cluster = Cluster.preset("h100")
     plans = [replace(random_plan(program, dims, AXES, cluster, seed), overlap=True) for seed in range(6)]
     features = [step_features(program, dims, plan, classes) for plan in plans]
-    regions = regions_of(program)
-    best = Weights(StepTime(regions, len(AXES), 1, regions.units))
+    best = Weights(step_time_of(program, tuple(AXES.values()), cluster.link_for(AXES)))
 
     def least(weights: Weights) -> float:
         return min(sum(float(weights.prices(r) @ own) for r, own in known.items()) for known in features)
@@ -166,7 +165,7 @@ def test_no_plan_is_faster_than_the_bound_of_blocks_of_axes(name: str, count: in
     plans += [solve(program, axes, cluster, search=Search(recipe=r, cache=False)) for r in recipes]
     assert all(plan.overlap for plan in plans)
     least = min(predict(program, dims, plan, classes).predicted.step_seconds for plan in plans)
-    step, random = StepTime(regions, len(axes), 1, regions.units), np.random.default_rng(0)
+    step, random = step_time_of(program, machine.sizes, machine.links), np.random.default_rng(0)
     rows = {region: random.dirichlet(np.ones(len(step.rows(region)[region]))) for region in {*regions.names.values()}}
     for weights in (Weights(step), Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)[BEFORE]))[0]})):
         bounds = []
@@ -182,7 +181,9 @@ def test_a_move_is_counted_where_its_reader_waits_for_it() -> None:
     program, dims, classes = parts("llama", 1)
     regions, found = regions_of(program), 0
     for seed in range(4):
-        account = _account(program, dims, random_plan(program, dims, AXES, SHARED, seed), classes)
+        account = _account(
+            program, dims, random_plan(program, dims, AXES, SHARED, seed), classes, drawn(program, 0).step
+        )
         assignment = account.assignment
         wanted: dict[Value, list[fx.Node]] = defaultdict(list)
         for node, sources in program.sources.items():
