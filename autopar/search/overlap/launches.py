@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 from torch import fx
 
 from autopar.costs.cluster import Device
@@ -112,16 +113,25 @@ def messages(machine: Machine, numbers: Numbers) -> dict[Bucketed, float]:
 def further_messages(numbers: Numbers, sent: Mapping[Bucketed, float], axes: int) -> dict[str, Floats]:
     """Features of regions for messages of which the search counts a part, since some parameters are not in them.
 
+    Messages on several axes go at the same time: of each kind and pass those on one axis are added, which take longest.
+
     Args:
         numbers: of the whole model.
         sent: see `messages`.
         axes: of the mesh.
     """
+    regions = list(dict.fromkeys(region for own in numbers.values() for region in own))
+    more: dict[tuple[int, bool], Floats] = defaultdict(lambda: np.zeros((axes, len(regions))))
+    for key, told in numbers.items():
+        counted = sum(own["counted"] for own in told.values())
+        for region, own in told.items():
+            further = max(sent[key] / counted - 1, 0.0)
+            more[key.kind, key.backward][key.axis, regions.index(region)] += own["seconds"] * further
     found: dict[str, Floats] = defaultdict(lambda: no_features(axes))
-    for key, regions in numbers.items():
-        counted = sum(own["counted"] for own in regions.values())
-        for region, own in regions.items():
-            found[region][feature(key.kind, key.axis, axes)] += own["seconds"] * max(sent[key] / counted - 1, 0.0)
+    for (kind, _), seconds in more.items():
+        axis = int(seconds.sum(axis=1).argmax())
+        for region, longest in zip(regions, seconds[axis], strict=True):
+            found[region][feature(kind, axis, axes)] += longest
     return found
 
 
