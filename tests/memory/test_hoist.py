@@ -72,7 +72,7 @@ def test_short_memory_takes_gathers_for_a_step_a_microbatch_and_a_use() -> None:
     program, _, values = zoo.captured("mlp")
     free = solve(program, {"a": 2}, "h100", memory="1GiB", search=fsdp())
     most = sum(free.predicted.peak_bytes.values())
-    gathers = [free.predicted.collectives["a"]["all_gather"]]
+    gathers, seconds = [free.predicted.collectives["a"]["all_gather"]], [free.predicted.step_seconds]
     for share in (0.95, 0.85, 0.75):
         plan = solve(program, {"a": 2}, "h100", memory=share * most, search=fsdp())
         assert plan.certificate.objective == pytest.approx(plan.predicted.step_seconds)
@@ -81,8 +81,10 @@ def test_short_memory_takes_gathers_for_a_step_a_microbatch_and_a_use() -> None:
         report = compare(program, rewrite(program, plan), plan, values, torch.float64)
         assert report.max_error < BOUND, report.worst
         gathers.append(plan.predicted.collectives["a"]["all_gather"])
-    assert gathers == sorted(gathers)
-    assert len(set(gathers)) == 3
+        seconds.append(plan.predicted.step_seconds)
+    # Several in one message may cost less than fewer that are on their own.
+    assert seconds == sorted(seconds)
+    assert len(set(gathers)) >= 3 and gathers[0] == min(gathers) and gathers[-1] == max(gathers)
     last = rewrite(program, plan)
     found = [(last.runs(n), n) for n in last.graph.graph.nodes if info(n).collective is not None]
     assert {times for times, n in found if info(n).collective.kind == "all_gather"} == {1, COUNT}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.compiler import rewrite, solve
-from autopar.costs.cluster import Device, Link
+from autopar.costs.cluster import Link
 from autopar.ir.check import check
 from autopar.ir.graph import copy_graph
 from autopar.ir.node_info import info
@@ -22,7 +22,6 @@ from autopar.passes.collectives.bucket_collectives import bucket_collectives
 from autopar.search.options import Search
 from autopar.search.predict import predict
 from autopar.sharding.dims import Dims
-from autopar.sharding.redistribute.moves import Machine
 from autopar.verify.emulate import census
 from autopar.verify.verify import compare
 from tests import models
@@ -31,7 +30,6 @@ from tests.plans import follow_plan, show, tiny
 
 bucketing = import_module("autopar.passes.collectives.bucket_collectives")  # whose name its function has in the package
 
-SLOW = Device("slow", {"float32": 1e6}, 1e9, 1e6, 1e-9)
 AT = PASSES.index(bucket_collectives)
 
 
@@ -77,8 +75,7 @@ def test_small_buckets_start_as_soon_as_they_are_full(monkeypatch: pytest.Monkey
 
 def test_size_of_a_bucket() -> None:
     def size(latency: float, bandwidth: float) -> float:
-        machine = Machine(("a", "b"), (2, 8), (Link("other", 1.0, 1.0), Link("link", bandwidth, latency)), SLOW)
-        return bucketing.bucket_bytes(machine, "b")
+        return bucketing.bucket_bytes(8, Link("link", bandwidth, latency))
 
     assert size(1e-9, 1e9) == bucketing.SMALLEST
     assert size(1.0, 1e12) == bucketing.LARGEST
