@@ -24,7 +24,7 @@ from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
 from autopar.passes.kernels.add_bias_in_product import adds_bias
 from autopar.search.emitted.rewritten import rewritten
-from autopar.search.overlap.launches import Bucketed, Launches, further_messages, messages
+from autopar.search.overlap.launches import Bucketed, Launches, begun_with, further_messages, messages
 from autopar.search.overlap.regions import BACKWARD, BEFORE, BLOCKING_KINDS, CHUNKED, WITHIN, Regions, regions_of
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features, step_time_of
 from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, CountedMove, all_moves, assign, machine_of
@@ -84,7 +84,8 @@ def _predicted(program: Program, dims: Dims, plan: Plan, classes: LayerClasses, 
     accounts, repeat = _accounts(program, dims, plan, classes, step), program.repeat
     bucketed = _extrapolated(program, [a.launches.numbers() for a in accounts])
     sent = messages(machine, bucketed)
-    more = further_messages(bucketed, sent, len(machine.names))
+    step = replace(step, begun=begun_with(bucketed, step.regions))
+    more = further_messages(bucketed, sent, step.begun, len(machine.names))
     in_one_piece = step.seconds(_with(more, _extrapolated(program, [a.features for a in accounts])))
     hidden = in_one_piece - step.seconds(_with(more, _optimistic(program, accounts)))
     if plan.overlap and hidden > NEGLIGIBLE * in_one_piece:

@@ -52,6 +52,7 @@ def sent_in_buckets(
     *,
     apart: int | None = None,
     late: bool = False,
+    first_is_sent: bool = False,
 ) -> Sent:
     """The messages of a pass.
 
@@ -59,12 +60,16 @@ def sent_in_buckets(
     the region that the pass begins with; the first unit of the next region is sent beside that one. Of gradients, which
     are sent when the last one of a bucket is known, the same is true with time reversed.
 
+    Plans may leave any of these whole. Where it is not known that the pass begins with one, the others in its bucket
+    are counted as sent beside its region, where kernels may hide them.
+
     Args:
         units: of each region, in the order of the pass.
         limit: bytes of a bucket.
         ends: the region that the pass begins with, and the next one; of gradients the last one, and the one before.
         apart: blocks that a graph of a stage has: a bucket has no more.
         late: whether they are gradients.
+        first_is_sent: whether a unit of the region that the pass begins with is.
     """
     buckets = list(_buckets([(region, unit) for region, own in units.items() for unit in own], limit, apart))
     if late:
@@ -87,7 +92,8 @@ def sent_in_buckets(
             found.messages[name] = found.messages.get(name, 0.0) + each * unit.members / parameters[name]
         for name, part in parts.items():
             found.most[name] = max(found.most.get(name, 0.0), part)
-            for into in (found.beside, found.shown) if i == 0 and region == first else (found.beside,):
+            exposed = i == 0 and region == first and (first_is_sent or name == first)
+            for into in (found.beside, found.shown) if exposed else (found.beside,):
                 own = into.setdefault(name, {})
                 own[home] = own.get(home, 0.0) + part
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from autopar.ir.graph import dependent_on
 from autopar.ir.program import Program
 from autopar.passes.collectives.bucket_collectives import bucket_bytes
 from autopar.passes.kernels.add_bias_in_product import adds_bias
-from autopar.search.overlap.regions import BLOCKING_KINDS
+from autopar.search.overlap.regions import BLOCKING_KINDS, GATHER, Regions
 from autopar.search.overlap.step_time import Floats, feature, no_features
 from autopar.sharding.dims import Dims, Operator
 from autopar.sharding.layer_classes import LayerClasses
@@ -110,14 +110,25 @@ def messages(machine: Machine, numbers: Numbers) -> dict[Bucketed, float]:
     return found
 
 
-def further_messages(numbers: Numbers, sent: Mapping[Bucketed, float], axes: int) -> dict[str, Floats]:
+def begun_with(numbers: Numbers, regions: Regions) -> frozenset[tuple[int, bool]]:
+    """Kinds of what a pass sends for the region that it begins with, or of gradients ends with, see `StepTime`."""
+    ends = {(GATHER, False): regions.opening[0], (GATHER, True): regions.turning}
+    sent = {(key.kind, key.backward, region) for key, told in numbers.items() for region in told}
+    return frozenset((k, late) for k, late, r in sent if r == ends.get((k, late), regions.closing[0]))
+
+
+def further_messages(
+    numbers: Numbers, sent: Mapping[Bucketed, float], begun: Container[tuple[int, bool]], axes: int
+) -> dict[str, Floats]:
     """Features of regions for messages of which the search counts a part, since some parameters are not in them.
 
     Messages on several axes go at the same time: of each kind and pass those on one axis are added, which take longest.
+    Kernels hide them all if the pass begins, or of gradients ends, with none.
 
     Args:
         numbers: of the whole model.
         sent: see `messages`.
+        begun: see `begun_with`.
         axes: of the mesh.
     """
     regions = list(dict.fromkeys(region for own in numbers.values() for region in own))
@@ -125,7 +136,7 @@ def further_messages(numbers: Numbers, sent: Mapping[Bucketed, float], axes: int
     for key, told in numbers.items():
         counted = sum(own["counted"] for own in told.values())
         for region, own in told.items():
-            further = max(sent[key] / counted - 1, 0.0)
+            further = max(sent[key] / counted - 1, 0.0) if (key.kind, key.backward) in begun else 0.0
             more[key.kind, key.backward][key.axis, regions.index(region)] += own["seconds"] * further
     found: dict[str, Floats] = defaultdict(lambda: no_features(axes))
     for (kind, _), seconds in more.items():

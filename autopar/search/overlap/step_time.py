@@ -11,12 +11,12 @@ weights are computed. All else hides. So a region takes at least, and with the o
 What is gathered for the first unit of a step, or re-gathered for the first of its backward pass, hides behind nothing,
 and what is gathered for the first unit of the next region, such as the first of all blocks, behind kernels of the
 first region alone: it counts there. Likewise gradients of the last unit are reduced behind nothing, and those of the
-last unit of the region before beside the last region. Small units are sent together, see `sent_in_buckets`: whatever
-is in the first one's bucket hides behind nothing, too. In a pipeline each graph of a stage begins, and the last one of
-a step ends, in such a way. ``I`` is sent within operators, as in a ring of attention: what of it their own kernels do
-not hide is in ``K``, but a link that it takes is taken; the search leaves it out. Of what else hides, the first two
-rows have the share for which its link occupies the device (`autopar.costs.device.Link`). Sums of ``m`` microbatches
-are reduced during the last of them: ``(K + F + B) (m - 1) / m + G`` is another row on each axis.
+last unit of the region before beside the last region. Small units are sent together, see `sent_in_buckets`: what is in
+the first one's bucket hides behind nothing, too, if a plan sends that one. In a pipeline each graph of a stage begins,
+and the last one of a step ends, in such a way. ``I`` is sent within operators, as in a ring of attention: what of it
+their own kernels do not hide is in ``K``, but a link that it takes is taken; the search leaves it out. Of what else
+hides, the first two rows have the share for which its link occupies the device (`autopar.costs.device.Link`). Sums of
+``m`` microbatches are reduced during the last of them: ``(K + F + B) (m - 1) / m + G`` is another row on each axis.
 
 The maximum of rows is at least each weighted mean of them: with any weights, the cost of a plan is bounded by one that
 is a sum over operators and redistributions (Lagrange), which the solver minimizes. Weights at which the best plan's own
@@ -102,6 +102,8 @@ class StepTime:
         graphs: so many graphs of stages the blocks are cut into.
         occupies: of each axis's link, see `autopar.costs.device.Link`; empty: nothing.
         limits: bytes of a bucket on each axis; empty: each unit is sent alone.
+        begun: kinds of communication, and whether of the backward pass, with one of which the pass is known to begin,
+            or of gradients to end, see `sent_in_buckets`.
     """
 
     regions: Regions
@@ -111,6 +113,7 @@ class StepTime:
     graphs: int = 1
     occupies: tuple[float, ...] = ()
     limits: tuple[float, ...] = ()
+    begun: frozenset[tuple[int, bool]] = frozenset()
 
     def messages(self, region: str, kind: int) -> Floats:
         """How many messages each move in a region counts as, on each axis: parameters and gradients travel together."""
@@ -164,11 +167,13 @@ class StepTime:
                                  for end in (FORWARD, BACKWARD))  # fmt: skip
             per_graph = None if self.graphs == 1 else max(self._blocks(FORWARD) // self.graphs, 1)
             together = partial(sent_in_buckets, limit=limit, apart=per_graph)
+            first, second = ((kind, late) in self.begun for late in (False, True))
             if kind == GRADIENT:
-                found = together(backward, ends=self.regions.closing, late=True)
+                found = together(backward, ends=self.regions.closing, late=True, first_is_sent=second)
             else:
-                turning = self.regions.turning
-                found = together(forward, ends=self.regions.opening) | together(backward, ends=(turning, turning))
+                turning = (self.regions.turning,) * 2
+                found = together(forward, ends=self.regions.opening, first_is_sent=first)
+                found |= together(backward, ends=turning, first_is_sent=second)
             self._known[kind, axis] = found
         return self._known[kind, axis]
 

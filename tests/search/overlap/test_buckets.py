@@ -24,11 +24,15 @@ def test_all_that_travels_is_in_a_message(
     """Messages add up to the buckets, parts of each region to the whole; only what the pass begins with is shown."""
     units = {"first": first, "second": second, "third": third}
     ends = ("third", "second") if late else ("first", "second")
-    sent = sent_in_buckets(units, limit, ends, late=late)
+    sent, least = (sent_in_buckets(units, limit, ends, late=late, first_is_sent=known) for known in (True, False))
     every = [unit for own in units.values() for unit in own]
     count = sum(sent.messages.get(name, 0) * sum(unit.members for unit in own) for name, own in units.items())
     assert count == pytest.approx(len(filled([unit.bytes for unit in every], limit)))
+    assert least.beside == sent.beside and least.messages == sent.messages
     for name in units:
+        assert set(least.shown.get(name, {})) <= {ends[0]} and (
+            name == ends[0] or not any(least.shown.get(name, {}).values())
+        )
         assert sum(sent.beside[name].values()) == pytest.approx(1)
         assert all(part <= sent.beside[name][home] + 1e-12 for home, part in sent.shown.get(name, {}).items())
         assert not set(sent.shown.get(name, {})) - {ends[0], name}
