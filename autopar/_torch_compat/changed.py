@@ -134,6 +134,28 @@ def resampling_as_operators() -> Iterator[None]:
 
 
 @contextmanager
+def dropout_of_nothing() -> Iterator[None]:
+    """While it lasts, dropout that drops nothing is traced as its argument itself, which it is in eager mode.
+
+    In torch's decomposition it is a copy, so that what a model writes to it would not be written to the argument.
+    """
+    operator: Any = torch.ops.aten.dropout.default
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    taken = {key: operator.py_kernels[key] for key in keys if key in operator.py_kernels}
+
+    def of(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda input, p, train: kernel(input, p, train) if train and p and input.numel() else input
+
+    operator.py_kernels.update({key: of(kernel) for key, kernel in taken.items()})
+    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        operator.py_kernels.update(taken)
+        operator._dispatch_cache.clear()
+
+
+@contextmanager
 def masks_as_they_are() -> Iterator[None]:
     """While it lasts, `nn.Transformer` does not look at the values of its masks, for whether they are causal."""
     import torch.nn.modules.transformer as module

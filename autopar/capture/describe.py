@@ -47,7 +47,8 @@ def describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Program
         total=found.total,
         state=state,
     )
-    return replace(program, reached=_reached(program), storages=_storages(seen))
+    orders = {str(_number(i, seen)): order for i, order in enumerate(seen.orders) if order and i not in seen.assigned}
+    return replace(program, reached=_reached(program), storages=_storages(seen), orders=orders)
 
 
 def _storages(seen: Seen) -> dict[tuple[str, str], int]:

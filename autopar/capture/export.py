@@ -28,6 +28,7 @@ from autopar._torch_compat import (
     aot_export_joint_with_descriptors,
     compiling,
     dispatch_restored,
+    dropout_of_nothing,
     recurrent_dropout,
     resampling_as_operators,
     storage_id,
@@ -270,7 +271,7 @@ def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
         with (
             dispatch_restored(), contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False),
             torch.backends.cudnn.flags(enabled=False), compiling(), recurrent_dropout(), _uncompiled(),
-            without_ordered_effects(), resampling_as_operators(),
+            without_ordered_effects(), resampling_as_operators(), dropout_of_nothing(),
         ):  # fmt: skip
             joint: fx.GraphModule = aot_export_joint_with_descriptors(
                 stack, harness, fakes, decompositions=decompositions()

@@ -33,6 +33,7 @@ from autopar.errors import CaptureError
 from autopar.ir.checkpoint_regions import Regions
 from autopar.ir.signature import binding, floats, pytree
 from autopar.ir.signature.outputs import Loss, Results, results_of
+from autopar.rules.strides import order_of
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -43,6 +44,7 @@ class Seen:
     Attributes:
         results: of the call.
         memory: of each result a number of the storage that eager mode has it in.
+        orders: of each result its dims in memory, see `autopar.rules.strides.order_of`.
         state_memory: likewise of parameters, buffers and the batch's tensors after the call, by kind and name.
         assigned: buffers that get a new tensor, by the index of the result.
         writes: to the model's Python state.
@@ -60,6 +62,7 @@ class Seen:
     def __init__(self) -> None:
         self.results: Results | None = None
         self.memory: list[int] = []
+        self.orders: list[tuple[int, ...] | None] = []
         self.state_memory: dict[tuple[str, str], int] = {}
         self.assigned: dict[int, str] = {}
         self.writes: list[Write] = []
@@ -299,7 +302,8 @@ class Harness(nn.Module):
         named |= {("buffer", n): b for n, b in self.model.named_buffers()}
         named |= {("batch", str(i)): t for i, t in enumerate(given)}
         self.seen.state_memory = {key: storage_id(t) for key, t in named.items()}
-        self.seen.memory = [storage_id(self.copied.get(i, t)) for i, t in enumerate(found.tensors)]
+        kept = [self.copied.get(i, t) for i, t in enumerate(found.tensors)]
+        self.seen.memory, self.seen.orders = [storage_id(t) for t in kept], [order_of(t) for t in kept]
         self.copied.clear()
         # The tracer counts a view of an input as no output of its own, and gives it no gradient: such ones are copied.
         inputs = {id(t) for t in named.values()}

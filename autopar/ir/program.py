@@ -241,6 +241,8 @@ class Program:
         guards: what must hold of a call's floats for the graph to serve it.
         storages: of results, and of parameters, buffers and batch tensors after the call, by kind and name, a number of
             the storage that eager mode has each in.
+        orders: of results that eager mode has without gaps, by name, their dims from the outermost in memory to the
+            innermost; canonical graphs have no copies that only turn a tensor.
         draws_in_kernels: what dropout in attention keeps takes no memory, as on GPUs.
         fused: a compiler puts pointwise operators and reductions that follow each other into one kernel, and costs are
             counted so.
@@ -265,6 +267,7 @@ class Program:
     total: Total | None = None
     guards: tuple[Guard, ...] = ()
     storages: dict[tuple[str, str], int] = field(default_factory=dict)
+    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)
     draws_in_kernels: bool = False
     fused: bool = False
     float8: str = ""

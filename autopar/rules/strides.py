@@ -73,6 +73,26 @@ def copier(need: str) -> tuple[Any, tuple[str, ...]]:
     return (aten.contiguous.default, ()) if need == ROW_MAJOR else (with_strides, (need,))
 
 
+def order_of(value: torch.Tensor) -> tuple[int, ...] | None:
+    """The dims of a tensor from the outermost in memory to the innermost; None if others lie between its elements.
+
+    >>> order_of(torch.ones(2, 3).t()), order_of(torch.ones(2, 3)[:, :2]), order_of(torch.ones(2, 1).expand(2, 3))
+    ((1, 0), None, None)
+    """
+    if value.layout != torch.strided:
+        return None
+    strides = value.stride()
+    order = tuple(sorted(range(value.ndim), key=lambda d: (-strides[d], d)))
+    return order if value.permute(order).is_contiguous() else None
+
+
+def in_order(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """A tensor whose dims are in an order in memory, without gaps: the tensor itself if its own are."""
+    if value.permute(*order).is_contiguous():
+        return value
+    return permuted(value, order)
+
+
 def other_strides(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """A tensor of the same values with other strides, of every kind that a view can have.
 

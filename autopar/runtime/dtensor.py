@@ -155,11 +155,19 @@ def block_ranges(
     return tuple(ranges), tuple(rest)
 
 
-def spec_of(context: MeshContext, shape: Sequence[int], dtype: torch.dtype, placements: Placements) -> DTensorSpec:
-    """The metadata of a DTensor of this global shape, as if it were contiguous."""
+def spec_of(
+    context: MeshContext,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    placements: Placements,
+    order: Sequence[int] | None = None,
+) -> DTensorSpec:
+    """The metadata of a DTensor of this global shape, without gaps, and with its dims in an order; default: theirs."""
     assert context.mesh is not None
+    order = range(len(shape)) if order is None else order
+    strides = dict(zip(order, _row_major([shape[d] for d in order]), strict=True))
     # Not DTensor.from_local, which takes all shards to be equally long if it is given no shape.
-    meta = TensorMeta(torch.Size(shape), _row_major(shape), dtype)
+    meta = TensorMeta(torch.Size(shape), tuple(strides[d] for d in range(len(shape))), dtype)
     return spec_in(context.mesh, placements, meta)
 
 
@@ -173,11 +181,17 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def from_local(local: torch.Tensor, context: MeshContext, shape: Sequence[int], placements: Placements) -> torch.Tensor:
-    """A DTensor around a block; the block itself where there is no mesh."""
+def from_local(
+    local: torch.Tensor,
+    context: MeshContext,
+    shape: Sequence[int],
+    placements: Placements,
+    order: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """A DTensor around a block, see `spec_of`; the block itself where there is no mesh."""
     if context.mesh is None:
         return local
-    spec = spec_of(context, shape, local.dtype, placements)
+    spec = spec_of(context, shape, local.dtype, placements, order)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 

@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from autopar.rules.strides import order_of
+from autopar.search.options import Search
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
+from tests.runtime.step.test_orders import RESULTS, outcome
 
 pytestmark = pytest.mark.distributed
 
@@ -62,7 +65,6 @@ PLANS: dict[str, Any] = {
 
 def train(rank: int, labels: tuple[str, ...]) -> dict[str, float]:
     from autopar.parallelize import parallelize
-    from autopar.search.options import Search
 
     expected = state_after(block())
     found = {}
@@ -93,3 +95,27 @@ def test_training_equals_one_device(ranks: Ranks, labels: tuple[str, ...]) -> No
 def test_reductions_give_row_major_tensors(ranks: Ranks) -> None:
     for found in ranks.run(collectives):
         assert all(found)
+
+
+def strides_on_ranks(rank: int, recipe: str, seed: int) -> list[str]:
+    """Results whose strides, or those of this rank's part, or values are others."""
+    wrong = []
+    for results in RESULTS:
+        search = Search(recipe=recipe, seed=seed)
+        found, expected = outcome(results, mesh_of(4), cluster=slow_devices(), search=search, timeout=WAIT)
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            part, order = getattr(a, "_local_tensor", a), order_of(b)
+            if a.stride() != b.stride() or (order and not part.permute(order).is_contiguous()):
+                wrong.append(f"{results.__name__} {i}: {a.stride()}, {part.stride()} for {b.stride()}")
+            if not torch.allclose(getattr(a, "full_tensor", lambda a=a: a)(), b, rtol=1e-10):
+                wrong.append(f"{results.__name__} {i}: values")
+    return wrong
+
+
+DEEP = [pytest.param("ddp", 0, marks=pytest.mark.deep), pytest.param("random", 2, marks=pytest.mark.deep)]
+
+
+@pytest.mark.parametrize(("recipe", "seed"), [("random", 1), *DEEP])
+def test_strides_of_results(ranks: Ranks, recipe: str, seed: int) -> None:
+    for wrong in ranks.run(strides_on_ranks, recipe, seed):
+        assert not wrong

@@ -129,6 +129,19 @@ def test_resampling_as_operators() -> None:
     assert aten.upsample_bilinear2d.default not in traced()
 
 
+def test_dropout_of_nothing() -> None:
+    def nodes(p: float, train: bool) -> int:
+        with enable_python_dispatcher():
+            traced = make_fx(lambda x: torch.nn.functional.dropout(x, p, train))(torch.ones(2, requires_grad=True))
+        return len(traced.graph.nodes)
+
+    assert nodes(0.5, False) == 3  # a copy
+    with compat.dropout_of_nothing():
+        assert nodes(0.5, False) == nodes(0.0, True) == 2
+        assert nodes(0.5, True) > 3
+    assert nodes(0.5, False) == 3
+
+
 def test_flex_attention_as() -> None:
     """Also where its name was imported to, and where it is compiled; its signature is torch's."""
     from torch.nn.attention.flex_attention import flex_attention

@@ -18,7 +18,7 @@ def test_every_name_has_a_contract() -> None:
         "below_autograd",
         "budget_partition",
         "checkpoint_replaced", "compiling", "context_parallel_internals",
-        "convert_assigned", "default_partition", "dispatch_restored", "dtensor_overloads",
+        "convert_assigned", "default_partition", "dispatch_restored", "dropout_of_nothing", "dtensor_overloads",
         "flex_attention_as",
         "forget_fake_results", "forget_source_with", "function_modes",
         "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interpreted",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autopar.ir.layout import Layout, TensorType, is_held
 from autopar.ir.ops.float8.histories import history_names, record
 from autopar.ir.program import GRADIENTS, RECORDED, Output, Program
+from autopar.rules.strides import in_order
 from autopar.runtime.agreement.given_gradients import GivenGradients
 from autopar.runtime.dtensor import computed, from_local, local_like, part_of, stored, to_local, to_placements
 from autopar.runtime.mesh import MeshContext
@@ -132,7 +134,10 @@ class Step:
         """
         results = []
         # Before a buffer is written, which another output may alias.
-        outputs = [v.clone() if i in self._aliases else v for i, v in enumerate(outputs)]
+        outputs = [
+            self._ordered(i, o, instead.get(o.name, v) if o.kind == "result" else v)
+            for i, (o, v) in enumerate(zip(self.cut.outputs, outputs, strict=True))
+        ]
         for i, (output, value) in enumerate(zip(self.cut.outputs, outputs, strict=True)):
             if output.kind == "parameter":
                 type_, layout = self.types.parameters[output.name]
@@ -144,9 +149,14 @@ class Step:
             elif output.kind == "buffer":
                 buffers[output.name].copy_(value)
             else:
-                value = self._views[i](value, buffers) if i in self._views else value
-                results.append(instead.get(output.name, value))
+                results.append(self._views[i](value, buffers) if i in self._views else value)
         return results
+
+    def _ordered(self, index: int, output: Output, value: torch.Tensor) -> torch.Tensor:
+        """An output in memory of its own, where eager mode has it there, and in the order that eager mode has it in."""
+        order = self.program.orders.get(output.name) if output.kind == "result" else None
+        turned = value if order is None or index in self._views else in_order(value, order)
+        return turned.clone() if turned is value and index in self._aliases else turned
 
     @cached_property
     def _aliases(self) -> frozenset[int]:
@@ -155,8 +165,10 @@ class Step:
         Graphs have no copies, such as ``buffer.clone()``, and equal tensors once.
         """
         found, known = set[int](), dict(self._own_memory)
-        for i, o, v in self._described:
-            memory, number = memory_of(v), self.program.storages.get((o.kind, o.name))
+        places = [(i, memory_of(v), self.program.storages.get((o.kind, o.name))) for i, o, v in self._described]
+        members = Counter((memory, number) for _, memory, number in places)
+        # Those of a storage that most of them share stay there.
+        for i, memory, number in sorted(places, key=lambda place: -members[place[1:]]):
             if known.setdefault(memory, number) != number or (memory.op == "placeholder" and not self._keeps_memory):
                 found.add(i)
         return frozenset(found)
@@ -197,13 +209,17 @@ class Step:
     @cached_property
     def apart(self) -> dict[int, tuple[list[tuple[str, str]], list[int]]]:
         """Results that are memory of inputs or of other results in eager mode, and here need not be: of which."""
-        if self._keeps_memory:
-            return {}
         numbers = self.program.storages
         inputs = {number: key for key, number in numbers.items() if key[0] != "result"}
         results = {int(name): number for (kind, name), number in numbers.items() if kind == "result"}
+        kept = {int(o.name) for i, o, _ in self._described if o.kind == "result" and i in self._views}
+        if self._keeps_memory:  # buffers are in the memory of what the call writes, or assigns, to them
+            inputs = {number: key for number, key in inputs.items() if key[0] != "buffer"}
         found = {
-            i: ([inputs[own]] if own in inputs else [], [j for j, other in results.items() if j != i and other == own])
+            i: (
+                [inputs[own]] if own in inputs and i not in kept else [],
+                [j for j, other in results.items() if j != i and other == own],
+            )
             for i, own in results.items()
         }
         return {i: others for i, others in found.items() if any(others)}
@@ -309,8 +325,10 @@ class Step:
         if local.ndim == 0:
             return local
         type_, layout = self.types.results[str(index)]
-        local = stored(local, type_, layout, self.context.coordinates)
-        return from_local(local, self.context, type_.stored_shape, to_placements(type_, layout))
+        held, order = stored(local, type_, layout, self.context.coordinates), self.program.orders.get(str(index))
+        if held is not local and order is not None:
+            held = in_order(held, order)  # without its padding
+        return from_local(held, self.context, type_.stored_shape, to_placements(type_, layout), order)
 
     def tangent(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor:
         """The incoming gradient of a result, in the layout that the backward graph expects."""
