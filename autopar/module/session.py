@@ -51,7 +51,7 @@ from autopar.runtime.state.optimizer_offload import OffloadedStates
 from autopar.runtime.state.optimizer_offload import offload_states as offload
 from autopar.runtime.state.parameters import checksum, contents, slice_replicated
 from autopar.runtime.state.storage import refuse_foreign_parameters
-from autopar.runtime.step.autograd import Call, require_unwritten, run
+from autopar.runtime.step.autograd import Call, Noted, require_unwritten, run
 from autopar.runtime.step.input_gradients import input_forms
 from autopar.runtime.step.no_sync import DeferredReduction
 from autopar.search.pipeline.space import along_with, without_pipeline
@@ -113,7 +113,7 @@ class Session:
         self.deferred = DeferredReduction(model.named_parameters)
         self.random_calls, self.number, self.steps_before = 0, 0, 0
         self.forwards, self.running = 0, 0
-        self.apart: list[tuple[str, torch.Tensor, int]] = []
+        self.apart: Noted = []
         self.own_forward: Any = None
         if context.control is not None:
             self.number = len(context.control.calls)

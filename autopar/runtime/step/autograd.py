@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,9 @@ from autopar.runtime.step.loss_total import attached
 from autopar.runtime.step.no_sync import DeferredReduction
 from autopar.runtime.step.step import Step, as_gradient, deliver
 
+Noted = list[tuple[str, torch.Tensor, int]]
+"""Tensors that no one may write to for now: what is said of each, and how often it had been written to."""
+
 
 @dataclass
 class Call:
@@ -39,7 +42,7 @@ class Call:
         name: such as ``call 3 of Mlp``.
         passed: the form of each batch tensor that requires a gradient, by its number.
         results: of the model.
-        apart: results that eager mode has in memory of others: what is said of them, and their counts of writes.
+        apart: results that eager mode has in memory of others.
     """
 
     step: Step
@@ -50,7 +53,7 @@ class Call:
     name: str = ""
     passed: Mapping[str, InputForm] = field(default_factory=dict)
     results: list[torch.Tensor] = field(default_factory=list)
-    apart: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
+    apart: Noted = field(default_factory=list)
 
     def agree(self, pass_: str) -> None:
         """Wait until every rank is about to run the same pass of the same call.
@@ -198,13 +201,13 @@ def _compare(step: Step, name: str, incoming: Mapping[int, torch.Tensor | None])
     step.given.compare(f"backward of {name}", step.context)
 
 
-def _reread(call: Call, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
+def _reread(call: Call, parameters: Sequence[torch.Tensor]) -> Noted:
     """Tensors of the mesh that the backward pass reads again: what messages call them, and how often they were written.
 
     Of other tensors torch knows that itself. An operator on a DTensor counts there, and not on the local tensor that is
     saved.
     """
-    step, found = call.step, list[tuple[str, torch.Tensor, int]]()
+    step, found = call.step, Noted()
     named = dict(zip(step.parameters, parameters, strict=True))
     for kind, name in step.cut.reread:
         if kind == "parameter":
@@ -219,22 +222,21 @@ def _reread(call: Call, parameters: Sequence[torch.Tensor]) -> list[tuple[str, t
     return found
 
 
-def _require_unwritten(reread: Sequence[tuple[str, torch.Tensor, int]]) -> None:
+def _require_unwritten(reread: Noted) -> None:
     """As in torch, whose error it is: gradients would be of other values than those that the forward pass had.
 
     Raises:
         RuntimeError: names the tensor.
     """
-    for what, tensor, version in reread:
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                f"backward pass reads {what}, which was written to {tensor._version - version} times since the forward "
-                "pass; write to a copy of it (.clone()), or after backward()"
-            )
+    for what, times in _written(reread):
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+            f"backward pass reads {what}, which was written to {times} times since the forward pass; write to a copy "
+            "of it (.clone()), or after backward()"
+        )
 
 
-def _apart(step: Step, results: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
+def _apart(step: Step, results: Sequence[torch.Tensor]) -> Noted:
     """Results that lie apart from what eager mode has in the same memory: of what, and how often they were written."""
     found = []
     for i, (inputs, others) in step.apart.items():
@@ -248,18 +250,22 @@ def _apart(step: Step, results: Sequence[torch.Tensor]) -> list[tuple[str, torch
     return found
 
 
-def require_unwritten(apart: Sequence[tuple[str, torch.Tensor, int]]) -> None:
+def require_unwritten(apart: Noted) -> None:
     """A write to one of such results would show in what it is memory of in eager mode.
 
     Raises:
         AutoparError: names the result.
     """
-    for said, tensor, version in apart:
-        if tensor._version != version:
-            raise AutoparError(
-                f"the script has written to {said}: here each has memory of its own, where the write does not show; "
-                "write to a copy (.clone()), or to each of them"
-            )
+    for said, _ in _written(apart):
+        raise AutoparError(
+            f"the script has written to {said}: here each has memory of its own, where the write does not show; "
+            "write to a copy (.clone()), or to each of them"
+        )
+
+
+def _written(noted: Noted) -> Iterator[tuple[str, int]]:
+    """Tensors that were written to since they were noted, and how often."""
+    return ((what, t._version - version) for what, t, version in noted if t._version != version)
 
 
 def _saved_values(ctx: Any) -> list[Any]:
