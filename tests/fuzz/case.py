@@ -142,8 +142,8 @@ def draw(seed: int, mode: str = "one", only: Sequence[str] = ()) -> Case:
 
     Args:
         seed: gives everything.
-        mode: ``"one"``, ``"plans"`` or ``"ranks"``: with devices, sizes mostly divide, and a plan sees one call. Modes of
-            `COMPILED` have the cases of ``"one"``.
+        mode: ``"one"``, ``"plans"`` or ``"ranks"``: with devices, sizes mostly divide, and a plan sees one call. Those
+            of `COMPILED` have the cases of ``"one"``.
         only: a module of these features, alone.
     """
     mode = "one" if mode in COMPILED else mode

@@ -105,8 +105,8 @@ class Compiler(Executables[CompiledRegion]):
 def apart(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """What a compiled region returns in memory of its own, as its operators would have made it.
 
-    A compiler drops operators that change nothing, such as a product with ones, and returns an input: a buffer, say, that
-    the step writes before the backward pass reads what was saved, or the same tensor twice, which a script writes once.
+    A compiler drops operators that change nothing, such as a product with ones, and returns an input: a buffer, say,
+    that the step writes before the backward pass reads what was saved. Or it returns a tensor twice.
 
     Args:
         run: a compiled region; what it returns is the memory of the same inputs in every call.
