@@ -83,7 +83,7 @@ def loaded(case: Case) -> types.ModuleType:
 
 
 def judge(case: Case, mode: str = "one") -> Outcome:
-    """The outcome of a case on one device (keys of `COMPILE`) or under a random plan on an emulated mesh (``plans``)."""
+    """The outcome of a case on one device (keys of `COMPILE`) or with a random plan on an emulated mesh (``plans``)."""
     started = time.perf_counter()
     torch.set_default_dtype(torch.float32)  # which the case before may have changed
     with warnings.catch_warnings():
