@@ -116,7 +116,7 @@ def apart(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     def call(values: list[Any]) -> Any:
         nonlocal shared
         # Weak ones: as long as they are there, no other memory has the number of theirs.
-        given = [] if shared is not None else [StorageWeakRef(v.untyped_storage()) for v in values]
+        given = [] if shared is not None else [StorageWeakRef(v.untyped_storage()) for v in values]  # type: ignore[no-untyped-call]
         results = run(values)
         if shared is None:
             shared = _seen_before(results, {reference.cdata for reference in given})
