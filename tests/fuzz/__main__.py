@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fuzz.case import BY_NAME, OUTPUT, SIGNATURE, Case, draw, from_json
+from tests.fuzz.case import BY_NAME, COMPILED, OUTPUT, SIGNATURE, Case, draw, from_json
 from tests.fuzz.files.kinds import KINDS
 from tests.fuzz.files.run import files
 from tests.fuzz.judge import Outcome, plan_of
@@ -109,7 +109,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--mode", choices=("one", "plans", "ranks", "files"), default="one")
+    parser.add_argument("--mode", choices=("one", *COMPILED, "plans", "ranks", "files"), default="one")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--folder", default="/tmp/fuzz", help="for scripts of failing cases and the summary")

@@ -125,6 +125,10 @@ class Case:
         return json.dumps(asdict(self))
 
 
+COMPILED = ("regions", "compiled")
+"""Modes on one device with ``compile=``: a backend that runs what it is given, and inductor."""
+
+
 def from_json(text: str) -> Case:
     """A case of what `Case.as_json` gives."""
     raw: dict[str, Any] = json.loads(text)
@@ -138,9 +142,11 @@ def draw(seed: int, mode: str = "one", only: Sequence[str] = ()) -> Case:
 
     Args:
         seed: gives everything.
-        mode: ``"one"``, ``"plans"`` or ``"ranks"``: with devices, sizes mostly divide, and a plan sees one call.
+        mode: ``"one"``, ``"plans"`` or ``"ranks"``: with devices, sizes mostly divide, and a plan sees one call. Those
+            of `COMPILED` have the cases of ``"one"``.
         only: a module of these features, alone.
     """
+    mode = "one" if mode in COMPILED else mode
     random = Random(f"{mode} {seed}")
     even = mode != "one" and random.random() < 0.7
     length = random.choice((2, 4) if even else (1, 2, 3, 4, 5))

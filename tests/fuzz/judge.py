@@ -19,6 +19,7 @@ import torch
 
 import autopar
 from autopar.errors import AutoparError, CertificateError, InvalidRuleError, PassError
+from autopar.runtime.compiled.backend import Compile
 from autopar.verify.compare import EquivalenceReport
 from tests.fuzz import prelude
 from tests.fuzz.case import Case
@@ -38,6 +39,9 @@ INTERNAL = (PassError, InvalidRuleError, CertificateError)
 
 LOWER = frozenset(("down and up", "autocast"))
 """Features that compute in a lower precision."""
+
+COMPILE: dict[str, Compile] = {"one": None, "regions": lambda graph, values: graph.forward, "compiled": True}
+"""What ``compile=`` is on one device, by mode."""
 
 MESHES = ({"a": 2}, {"a": 2, "b": 2}, {"a": 4})
 
@@ -79,12 +83,12 @@ def loaded(case: Case) -> types.ModuleType:
 
 
 def judge(case: Case, mode: str = "one") -> Outcome:
-    """The outcome of a case on one device (``"one"``) or with a random plan on an emulated mesh (``"plans"``)."""
+    """The outcome of a case on one device (keys of `COMPILE`) or with a random plan on an emulated mesh (``plans``)."""
     started = time.perf_counter()
     torch.set_default_dtype(torch.float32)  # which the case before may have changed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        outcome = {"one": _one, "plans": _plans}[mode](case)
+        outcome = _plans(case) if mode == "plans" else _one(case, COMPILE[mode])
     linecache.cache.pop(f"<case {case.seed}>", None)
     return replace(outcome, seconds=time.perf_counter() - started)
 
@@ -105,7 +109,7 @@ def _shake(model: torch.nn.Module) -> None:
         p.data.mul_(1 + 1e-14 * noise.to(p.dtype))
 
 
-def _one(case: Case) -> Outcome:
+def _one(case: Case, compile: Compile) -> Outcome:
     program = loaded(case)
     try:
         expected = eager(program)
@@ -113,7 +117,7 @@ def _one(case: Case) -> Outcome:
         return Outcome("invalid", category(e), traceback.format_exc())
     try:
         given = program.build()
-        found = program.drive(autopar.parallelize(given, None), given)
+        found = program.drive(autopar.parallelize(given, None, compile=compile), given)
     except Exception as e:
         return explained(e)
     return compared(program, expected, found)

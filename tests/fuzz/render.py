@@ -145,6 +145,20 @@ if __name__ == "__main__":
     found = drive(autopar.parallelize(given, None), given)
     print("\\n".join(differences(expected, found)) or "equal")
 """,
+    "regions": """
+if __name__ == "__main__":
+    model, given = build(), build()
+    expected = drive(model, model)
+    found = drive(autopar.parallelize(given, None, compile=lambda graph, values: graph.forward), given)
+    print("\\n".join(differences(expected, found)) or "equal")
+""",
+    "compiled": """
+if __name__ == "__main__":
+    model, given = build(), build()
+    expected = drive(model, model)
+    found = drive(autopar.parallelize(given, None, compile=True), given)
+    print("\\n".join(differences(expected, found)) or "equal")
+""",
     "plans": """
 if __name__ == "__main__":
     report = autopar.verify(build(), batch(), {axes}, loss_fn={loss_fn}, plan="random", seed={seed})

@@ -16,8 +16,8 @@ from typing import Any
 from tests.fuzz.case import Case, draw, from_json
 from tests.fuzz.judge import Outcome, judge, settle
 
-TIMEOUT = 60.0
-"""Seconds that one case may take."""
+TIMEOUT, COMPILING = 60.0, 600.0
+"""Seconds that one case may take, and one that inductor compiles."""
 
 LIFE = 400
 """Cases that one process judges."""
@@ -57,8 +57,12 @@ class Worker:
     def give(self, case: Case) -> None:
         if self.left == 0:
             self.restart()
-        self.case, self.deadline, self.left = case, time.monotonic() + TIMEOUT, self.left - 1
+        self.case, self.deadline, self.left = case, time.monotonic() + self.timeout, self.left - 1
         self.pipe.send(case.as_json())
+
+    @property
+    def timeout(self) -> float:
+        return COMPILING if self.mode == "compiled" else TIMEOUT
 
     def restart(self) -> None:
         self.close()
@@ -87,7 +91,7 @@ class Worker:
                 return Outcome("crash", f"the process died ({code})", f"exit code {code}")
         if time.monotonic() > self.deadline:
             self.left = 0
-            return Outcome("crash", "no answer in time", f"more than {TIMEOUT} s")
+            return Outcome("crash", "no answer in time", f"more than {self.timeout} s")
         return None
 
 

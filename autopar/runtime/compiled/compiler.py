@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from autopar._torch_compat import storage_id
 from autopar.ir.ops.random import generator_states, restore_generators
 from autopar.runtime.compiled.backend import Backend
 from autopar.runtime.compiled.executable import Executables
@@ -91,10 +93,46 @@ class Compiler(Executables[CompiledRegion]):
         start, states = time.monotonic(), generator_states()
         try:
             with torch.no_grad():
-                return self.backend(graph, [v.detach() for v in values])
+                return apart(self.backend(graph, [v.detach() for v in values]))
         finally:
             restore_generators(states)
             self.seconds += time.monotonic() - start
             if self.speaks and self.seconds >= self._said:
                 self._said = 2 * self.seconds
                 logger.warning("compiling: %d regions so far, %.0f s", self.compilations, self.seconds)
+
+
+def apart(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """What a compiled region returns in memory of its own, as its operators would have made it.
+
+    A compiler drops operators that change nothing, such as a product with ones, and returns an input: a buffer, say,
+    that the step writes before the backward pass reads what was saved. Or it returns a tensor twice.
+
+    Args:
+        run: a compiled region; what it returns is the memory of the same inputs in every call.
+    """
+    shared: list[int] | None = None
+
+    def call(values: list[Any]) -> Any:
+        nonlocal shared
+        # Weak ones: as long as they are there, no other memory has the number of theirs.
+        given = [] if shared is not None else [StorageWeakRef(v.untyped_storage()) for v in values]  # type: ignore[no-untyped-call]
+        results = run(values)
+        if shared is None:
+            shared = _seen_before(results, {reference.cdata for reference in given})
+        if shared:
+            results = [r.clone() if i in shared else r for i, r in enumerate(results)]
+        return results
+
+    return call
+
+
+def _seen_before(tensors: Sequence[torch.Tensor], known: set[int]) -> list[int]:
+    """Numbers of the tensors whose memory is known, or that of one before."""
+    found = []
+    for i, tensor in enumerate(tensors):
+        number = storage_id(tensor)
+        if number in known:
+            found.append(i)
+        known.add(number)
+    return found

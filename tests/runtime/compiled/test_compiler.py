@@ -20,7 +20,7 @@ from autopar.costs.cluster import Cluster
 from autopar.parallelize import parallelize
 from autopar.passes import DETERMINISTIC_PASSES
 from autopar.runtime.compiled.backend import backend_of
-from autopar.runtime.compiled.compiler import VARIANTS, Compiler
+from autopar.runtime.compiled.compiler import VARIANTS, CompiledRegion, Compiler
 from autopar.search.options import Search
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import analyze
@@ -58,14 +58,14 @@ class Dropping(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
         self.norm = nn.BatchNorm1d(16)
-        self.register_buffer("calls", torch.zeros(16))
+        self.register_buffer("calls", torch.ones(16))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         for layer in self.layers:
             x = F.dropout(torch.tanh(layer(x)) * x.sigmoid(), 0.3) + x
-        before = self.calls.clone()
+        before = self.calls * torch.ones_like(self.calls)  # which inductor takes for the buffer itself
         self.calls.add_(x.detach().mean(0))
-        return {"loss": (self.norm(x) * (before + 1) + 0.5).square().mean(), "out": x}
+        return {"loss": (self.norm(x) * before + 0.5).square().mean(), "out": x}
 
 
 def dropping() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -252,6 +252,23 @@ def test_what_shares_memory_notices_writes() -> None:
     assert flat._version > before
     assert torch.equal(flat, made.reshape(16))
     assert turned._is_view() and turned._base is x
+
+
+def test_what_a_compiler_returns_is_memory_of_its_own() -> None:
+    """In place of a product with ones it returns an input, and one tensor in place of two that are equal."""
+
+    def dropping(graph: fx.GraphModule, values: list[Tensor]) -> Any:
+        return lambda x: (x, made := x.exp(), made, x.t())
+
+    region = CompiledRegion(fx.GraphModule({}, fx.Graph()), Compiler(backend_of(dropping, torch.device("cpu"))))  # type: ignore[arg-type]
+    for _ in range(2):
+        x = torch.randn(2, 2)
+        expected = [x.clone(), x.exp(), x.exp(), x.t().clone()]
+        found = region([x])
+        for i, value in enumerate(found):
+            assert torch.equal(value, expected[i])
+            value.add_(1)
+        assert torch.equal(x, expected[0])
 
 
 def test_strides_without_end_are_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
