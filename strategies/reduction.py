@@ -5,6 +5,7 @@ Means are sums divided by the global count before rules are asked.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from autopar.ir.ops.sequence.scan import reverse_cumsum
 from autopar.rules.rule import (
     Dim,
     Lowering,
+    Padding,
     Rule,
     RuleFunction,
     Spec,
@@ -34,7 +36,7 @@ def sum_(x: Spec, dim: Dim, keepdim: bool = False, *, dtype: Any = None) -> Rule
     """Sum over some dims, or all."""
     equation, reduced = whole_equation(x, dim, keepdim)
     # A sum of booleans is a count, which partial booleans would not add up to.
-    return Rule(equation, reduce=reduced, linear=() if x.dtype == torch.bool else ((0,),))
+    return Rule(equation, reduce=reduced, linear=() if x.dtype == torch.bool else ((0,),), zero=True)
 
 
 def _whole(outputs: int) -> Callable[..., Rule]:
@@ -76,7 +78,10 @@ def _scan(target: Any, join: Any, reduce: Callable[..., Any], neutral: float, ba
             others = halo.before(context, total, lambda every: reduce(every, 0, False, dtype=wide), neutral, back)
             return join(own, others if made == wide else aten._to_copy.default(others, dtype=made))
 
-        return Rule(f"{names}->{names}", lower={names[along]: Lowering(build)}, linear=linear)
+        # What is behind the end is read by nothing before it, or is what changes nothing.
+        padding = Padding((float(neutral),), float(neutral)) if back else Padding()
+        lower, padded = {names[along]: Lowering(build)}, {names[along]: padding}
+        return Rule(f"{names}->{names}", lower=lower, linear=linear, padded=padded)
 
     return scan
 
@@ -288,7 +293,10 @@ def _extremum(target: Any, x: Spec, dim: Dim, keepdim: bool, *, least: bool) -> 
         lost = context.all_reduce(aten._to_copy.default(aten.isnan.default(found), dtype=x.dtype), "max")
         return aten.masked_fill.Scalar(whole, aten.gt.Scalar(lost, 0), float("nan"))
 
-    return _whole_or_lowered(x, dim, keepdim, None if x.dtype == torch.bool else build)
+    found = _whole_or_lowered(x, dim, keepdim, None if x.dtype == torch.bool else build)
+    if not floating:
+        return found
+    return replace(found, padded=dict.fromkeys(found.keep, Padding((math.inf if least else -math.inf,))))
 
 
 rule(aten.amax.default)(lambda x, dim=None, keepdim=False: _extremum(aten.amax.default, x, dim, keepdim, least=False))

@@ -11,6 +11,7 @@ from autopar.passes.canonicalize.operators import canonicalize
 from autopar.passes.canonicalize.reverse_scans import reverse_scans
 from autopar.passes.canonicalize.rng import canonicalize_random
 from autopar.passes.canonicalize.rows.add_rows import add_rows
+from autopar.passes.canonicalize.rows.short_dims import pad_short_dims
 from autopar.passes.canonicalize.rows.short_rows import lengthen_rows
 from autopar.passes.canonicalize.rows.tables import cut_tables
 from autopar.passes.canonicalize.rows.terms import cut_terms
@@ -26,4 +27,6 @@ def canonical(program: Program) -> Program:
     program = masks_by_function(canonicalize_attention(canonicalize_strides(program)))
     program = cut_terms(canonicalize(canonicalize_random(program)))
     program = reverse_scans(cut_tables(lengthen_rows(merge_windows(program))))
-    return add_rows(route_experts(fuse_cross_entropy(program)))
+    program = add_rows(route_experts(fuse_cross_entropy(program)))
+    longer = pad_short_dims(program)
+    return program if longer is program else lengthen_rows(merge_windows(longer))

@@ -6,7 +6,7 @@ free, since what is kept is an argument.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from autopar.ir.ops.sequence import masked_attention as masked
 from autopar.ir.ops.sequence import masked_parts as in_parts
 from autopar.ir.ops.sequence import ring_attention as in_a_ring
 from autopar.ir.ops.sequence import ring_beside_rows as beside_rows
-from autopar.rules.rule import ANY, LAST, Lowering, Rule, Spec, rule
+from autopar.rules.rule import ANY, LAST, Lowering, Padding, Rule, Spec, rule
 from autopar.strategies.attention.letters import (
     BHKD,
     BHKE,
@@ -130,6 +130,32 @@ def _backward_in_a_ring(context: Any, *args: Any) -> Any:
     return (*in_a_ring.gradients(context, grad, query, key, value, out, logsumexp, causal, scale), None)
 
 
+_PADDED = {"q": Padding((None,) * 3), "k": Padding((None, 0.0, 0.0))}
+"""Queries do not see each other; keys behind the last one are hidden, but what they are is multiplied by zero."""
+
+_PADDED_BACKWARD = {
+    "q": Padding((0.0, 0.0, None, None, 0.0, 0.0), 0.0),
+    "k": Padding((None, None, 0.0, 0.0, None, None), 0.0),
+}
+"""A query whose gradient is zero has no part in any."""
+
+
+def _behind(padded: Mapping[str, Padding], query: Spec, key: Spec) -> dict[str, Padding]:
+    """What is behind the end under a causal mask: a query behind the last key would see keys that are not there."""
+    return {c: p for c, p in padded.items() if c == "q" or query.shape[2] <= key.shape[2]}
+
+
+def _beyond(
+    padded: Mapping[str, Padding], key: Spec, leaves: int, at: int, mask: tuple[Any, ...]
+) -> dict[str, Padding]:  # fmt: skip
+    """What is behind the end under a mask's function, which has no keys beyond its positions; leaves come ``at``."""
+    _, _, _, _, first_query, first_key, positions, *_ = mask
+    if first_query or first_key or positions != key.shape[2] or mask[10:11] in ((masked.ROWS,), (masked.PLACES,)):
+        return {}
+    zeros = (0.0,) * leaves
+    return {c: replace(p, inputs=(*p.inputs[:at], *zeros, *p.inputs[at:])) for c, p in padded.items()}
+
+
 def _formula(query: Spec, key: Spec, kept: Spec | None, passes: int) -> float:
     """Bytes that the formula writes and reads in so many passes over all scores; kernels make none."""
     if kept is None:
@@ -165,6 +191,7 @@ def attention(
             **_ring(query, key, bias, kept, is_causal, _forward_in_a_ring, _forward_beside_rows),
         },
         sizes=head_sizes(query, key),
+        padded=_behind(_PADDED, query, key) if told and kept is None else {},
         flops=count_flops(query, key, value, 2.0, is_causal),
         between=_formula(query, key, kept, FORWARD_PASSES),
         # The formula, which is what takes an argument of what is kept, reads any strides.
@@ -203,6 +230,7 @@ def attention_backward(
             **_ring(query, key, bias, kept, is_causal, _backward_in_a_ring, _backward_beside_rows),
         },
         sizes=head_sizes(query, key),
+        padded=_behind(_PADDED_BACKWARD, query, key) if told and kept is None else {},
         flops=count_flops(query, key, value, 5.0, is_causal),
         between=_formula(query, key, kept, BACKWARD_PASSES),
         strides=(LAST, *HEADS_LAST, *[ANY] * len(masks), LAST) if kept is None else ANY,
@@ -262,6 +290,7 @@ def attention_masked(query: Spec, key: Spec, value: Spec, leaves: Sequence[Spec]
     return Rule(
         f"{','.join(inputs)}->{BHQE},b(hg)q",
         strides=ANY if _is_by_formula(mask) else HEADS_LAST,
+        padded=_beyond(_PADDED, key, len(leaves), 3, mask),
         **_by_function(query, key, value, leaves, mask[:11], 2.0, lower),
     )
 
@@ -279,6 +308,7 @@ def attention_masked_backward(
         reduce="bhgq",
         linear=((0,),),
         strides=ANY if _is_by_formula(mask) else (LAST, *HEADS_LAST, *[ANY] * len(leaves), LAST),
+        padded=_beyond(_PADDED_BACKWARD, key, len(leaves), 4, mask),
         **_by_function(query, key, value, leaves, mask[:11], 5.0, lower),
     )
 

@@ -34,7 +34,7 @@ def steps(
     plain = model().double()
     options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT, "compile": compile}
     parallel: Any = parallelize(model().double(), mesh_of(*sizes), search=search, **options)
-    argument = "tokens" if name in ("shifts", "pictures") else "x"
+    argument = "tokens" if name in ("shifts", "pictures", "shorter") else "x"
     worst = follow(parallel, plain, [{argument: batch.roll(step, 0)} for step in range(3)])
     graphs = (parallel.forward_graph, parallel.backward_graph)
     return worst, sum(n.target is send_block for graph in graphs for n in graph.graph.nodes)
@@ -56,6 +56,7 @@ def steps(
         ("windows", (4,), {"a": "context"}, {}),
         pytest.param("patches", (4,), {"a": "context"}, {}, marks=pytest.mark.deep),
         ("pictures", (2, 2), {"a": "data", "b": "context"}, {}),
+        ("shorter", (4,), {"a": "context"}, {}),
         pytest.param("recurrence", (2, 2), {"a": "data", "b": "context"}, {}, marks=pytest.mark.deep),
     ],
 )

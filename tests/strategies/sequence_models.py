@@ -117,6 +117,25 @@ class Pictures(nn.Module):
         return F.cross_entropy(self.head(x.tanh()).flatten(0, 1), labels.flatten())
 
 
+class Shorter(nn.Module):
+    """All tokens but the last, the next ones as labels; differences, and windows without padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.heads, self.head = nn.Embedding(16, 8), nn.Linear(8, 24), nn.Linear(8, 16)
+        self.near, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        every = self.near(self.table(tokens))
+        x, labels = every[:, :-1], tokens[:, 1:]
+        q, k, v = self.heads(self.norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        loss = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+        apart = self.near(every[:, 1:] - every[:, :-1]).tanh().square().mean()
+        return loss + apart + self.near(every.unfold(1, 3, 1).amax(-1)).sin().mean()
+
+
 class Residual(nn.Module):
     """A convolutional network of signals, with strides, dilation and batch norm."""
 
@@ -220,6 +239,7 @@ MODELS: dict[str, tuple[type[nn.Module], Tensor]] = {
     "shifts": (Shifts, _TOKENS),
     "windows": (Windows, _drawn(2, 16, 8)),
     "pictures": (Pictures, _TOKENS),
+    "shorter": (Shorter, _TOKENS),
     "selective": (Selective, _drawn(2, 16, 8)),
     "chunks": (Chunks, _drawn(2, 32, 8)),
     "residual": (Residual, _drawn(2, 3, 32)),

@@ -49,7 +49,7 @@ def check_padding(
             continue
         # Not-a-numbers spread: an operator that reads free padding shows it everywhere.
         call.check(letter, padding, math.nan, padding.output, rtol)
-        if vanishes(call.rule, letter):
+        if vanishes(call.rule, letter) and letter not in (call.rule.padded or {}):
             # `pad_dims` counts on zeros that stay zeros, and then fills nothing in.
             call.check(letter, padding, 0.0, 0.0, rtol)
         proven.append(letter)
@@ -125,7 +125,7 @@ def _pad(tensor: torch.Tensor, dims: Dims, letter: str, fill: float) -> torch.Te
     """The tensor with more elements along a letter; indices are zero there."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         # Integers have no NaN, and an index must name an element that exists.
-        fill = 1 if tensor.dtype == torch.bool else 0
+        fill = fill != 0 if tensor.dtype == torch.bool else 0
     for d, dim in enumerate(dims):
         if dim == (letter,):
             shape = [EXTRA if k == d else n for k, n in enumerate(tensor.shape)]
