@@ -121,6 +121,11 @@ class Rounds:
         if self.go_on():
             self.apart()
         self.search_on()
+        if self.proven is None and self.cut_in_vain() and self.go_on():
+            self.in_one_piece()
+            self.search_on()
+        if self.go_on() and self.sent_in_vain():
+            self.one_by_one()
         if self.above_bound(CLOSE):
             self.combine()
         return self.result()
@@ -221,10 +226,16 @@ class Rounds:
             self.plans.append(replace(plan, certificate=replace(plan.certificate, method=BY_AXES)))
 
     def cut_in_vain(self) -> bool:
-        """Whether chunks of the best plan could hide more than they do."""
-        least = self.strongest.step.seconds(self._features(self.best))
-        seconds = self.best.predicted.device_seconds
-        return seconds - least > CLOSE * seconds
+        """Whether most of what the best plan takes above the bound is what chunks could hide, and do not."""
+        step, best = self.strongest.step, self.best
+        whole, most = (step.seconds(self._features(best, chunks=chunks)) for chunks in (False, True))
+        seconds, lost = best.predicted.device_seconds, whole - most - best.predicted.chunked_seconds
+        return lost > max(CLOSE * seconds, (seconds - self.bound) / 2)
+
+    def sent_in_vain(self) -> bool:
+        """Whether the search counts less for other plans than the best one takes: of messages it counts shares."""
+        step, seconds = self.all_hidden.step, self.best.predicted.device_seconds
+        return any(step.seconds(own) < (1 - CLOSE) * seconds for _, own in self.labelings.values())
 
     def price_memory(self, weights: Weights, memory: MemoryModel, frontier: Frontier) -> float:
         """The highest bound of weights and of prices of memory, which are chosen together.
@@ -264,8 +275,8 @@ class Rounds:
     def in_one_piece(self) -> None:
         """Search as if products and collectives were not cut into chunks, from here on."""
         self.proven = self.proof
-        (_, weights), plan = self.found.pop(), self.best
-        self.cuts, self.labelings, self.built = [self._features(plan)], {}, None
+        weights, plan = self.strongest, self.best
+        self.found, self.cuts, self.labelings, self.built = [], [self._features(plan)], {}, None
         with suppress(InfeasibleError):
             self.search(replace(weights, chunks=False))
         if not self.found:  # nothing is faster than the cutoff
@@ -273,7 +284,19 @@ class Rounds:
 
     def apart(self) -> None:
         """Search as if nothing was hidden: the plan that sends least may be the best of all."""
-        problem = self._problem(None)
+        self._search_as_if(None)
+
+    def one_by_one(self) -> None:
+        """Search as if units of parameters had messages of their own.
+
+        Plans that send a few of those that a message has room for take longer than the search counts.
+        """
+        weights = self.strongest
+        self._search_as_if(replace(weights, step=replace(weights.step, limits=())))
+
+    def _search_as_if(self, weights: Weights | None) -> None:
+        """Search for a plan alone: the bound is none of all plans."""
+        problem = self._problem(weights)
         try:
             plan = search_once(problem).plan
         except InfeasibleError:
@@ -334,8 +357,10 @@ class Rounds:
     def _predicted(self, plan: Plan) -> Plan:
         return predict(self.program, self.dims, plan, self.classes, graphs=self.job.graphs)
 
-    def _features(self, plan: Plan) -> Mapping[str, Floats]:
-        chunks = self.proven is None and self.job.stages is None
+    def _features(self, plan: Plan, chunks: bool | None = None) -> Mapping[str, Floats]:
+        """By default as plans are searched now: of stages, and since `in_one_piece`, without chunks."""
+        if chunks is None:
+            chunks = self.proven is None and self.job.stages is None
         return step_features(self.program, self.dims, plan, self.classes, chunks=chunks)
 
     def _cheapest(self, weights: Weights) -> Ints | None:

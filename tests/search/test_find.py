@@ -71,6 +71,12 @@ def test_a_fourth_axis_makes_a_plan_no_slower() -> None:
     assert autopar.verify(model, batch, dict(four.axes), plan=four).max_error < 1e-10
 
 
+def test_first_plans_that_are_far_off_do_not_end_the_search_for_a_bound() -> None:
+    """Chunks could hide a little of the first plan's step, which takes several times as long as the best."""
+    certificate = solve(zoo.captured("encoder")[0], {"a": 4}, "cpu", search=Search(cache=False)).certificate
+    assert certificate.gap < 0.03  # 0.07 where they did
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_plans_of_four_axes_are_equal_to_one_device(seed: int) -> None:
     model, batch = in_float64(zoo.mlp())
