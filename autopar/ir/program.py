@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -271,6 +271,13 @@ class Program:
     draws_in_kernels: bool = False
     fused: bool = False
     float8: str = ""
+
+    def with_graph(self, graph: fx.GraphModule) -> Program:
+        """The program with a graph that has been rewritten, without what no output depends on."""
+        graph.graph.eliminate_dead_code()
+        graph.graph.lint()
+        graph.recompile()
+        return replace(self, graph=graph)
 
     @property
     def microbatches(self) -> int:

@@ -19,7 +19,7 @@ are, on a number a row. Who reads more of the softmax, such as label smoothing, 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,10 +59,7 @@ def fuse_cross_entropy(program: Program) -> Program:
     for node in list(graph.graph.nodes):
         if node.target is aten._log_softmax.default:
             _fuse(graph.graph, node)
-    graph.graph.eliminate_dead_code()
-    graph.graph.lint()
-    graph.recompile()
-    return replace(program, graph=graph)
+    return program.with_graph(graph)
 
 
 def _fuse(graph: fx.Graph, softmax: fx.Node) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -68,10 +67,7 @@ def canonicalize(program: Program) -> Program:
     _merge_equal(graph.graph)
     # After merging: then a view and what it shows are each one node.
     mark_viewed(graph.graph)
-    graph.graph.eliminate_dead_code()
-    graph.graph.lint()
-    graph.recompile()
-    return replace(program, graph=graph)
+    return program.with_graph(graph)
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> None:

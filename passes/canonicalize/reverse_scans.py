@@ -13,7 +13,6 @@ The gradient of a running sum is spelled so. What is reversed twice is as it was
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,10 +35,7 @@ def reverse_scans(program: Program) -> Program:
         for node in list(graph.graph.nodes):
             if node.target is aten.flip.default:
                 form(node)
-    graph.graph.eliminate_dead_code()
-    graph.graph.lint()
-    graph.recompile()
-    return replace(program, graph=graph)
+    return program.with_graph(graph)
 
 
 def _twice(node: fx.Node) -> None:

@@ -183,10 +183,7 @@ def float8_linear_layers(program: Program, linear: Float8) -> Program:
             # In place: the node keeps its name, module, region, and the dtype in which its terms are added.
             node.args = (a, b, scale_a, scale_b, left.format, right.format, node.meta["val"].dtype)
             node.target = float8.block_product if linear.scaling == BLOCKS else float8.product
-    program.graph.graph.eliminate_dead_code()
-    program.graph.graph.lint()
-    program.graph.recompile()
-    return program
+    return program.with_graph(program.graph)
 
 
 def _require_blocks(product: fx.Node, left: _Operand, linear: Float8) -> None:

@@ -78,10 +78,7 @@ def masks_by_function(program: Program) -> Program:
     lookups = {g: given[n].lookups for n, g in gradients.items() if n in given}
     for sums in learned:
         give_gradients(graph.graph, sums, lookups)
-    graph.graph.eliminate_dead_code()
-    graph.graph.lint()
-    graph.recompile()
-    return replace(program, graph=graph)
+    return program.with_graph(graph)
 
 
 def _given(graph: fx.Graph, known: Constants, nodes: Sequence[fx.Node]) -> dict[fx.Node, _Mask]:

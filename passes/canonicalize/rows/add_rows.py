@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,10 +41,7 @@ def add_rows(program: Program) -> Program:
         if node.target in _PUT and _adds_rows(node, before):
             _add_as_embedding(graph.graph, node)
         before.add(node)
-    graph.graph.eliminate_dead_code()
-    graph.graph.lint()
-    graph.recompile()
-    return replace(program, graph=graph)
+    return program.with_graph(graph)
 
 
 def _adds_rows(node: fx.Node, before: Set[fx.Node]) -> bool:

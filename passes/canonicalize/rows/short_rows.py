@@ -18,7 +18,7 @@ vain may be anything: none is read.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,10 +41,7 @@ def lengthen_rows(program: Program) -> Program:
     long = _Long(graph.graph)
     for sink in _closed(found):
         _replace(graph.graph, sink, long)
-    graph.graph.eliminate_dead_code()
-    graph.graph.lint()
-    graph.recompile()
-    return replace(program, graph=graph)
+    return program.with_graph(graph)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ After, which `merge_windows` makes shifts of ``x`` and ``y``::
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,10 +36,7 @@ def cut_terms(program: Program) -> Program:
             terms = _terms(node.args[0], along, _shape(node))
             if terms is not None and len(terms) > 1:
                 _cut_each(graph.graph, node, terms)
-    graph.graph.eliminate_dead_code()
-    graph.graph.lint()
-    graph.recompile()
-    return replace(program, graph=graph)
+    return program.with_graph(graph)
 
 
 def _shape(node: fx.Node) -> list[int]:

@@ -48,10 +48,7 @@ def merge_windows(program: Program) -> Program:
     for form in (_unfolded, _unfolded_backward, _shift, _pad_of_convolution, _cut_of_convolution, _gradients):
         for node in list(graph.graph.nodes):
             form(graph.graph, node)
-    graph.graph.eliminate_dead_code()
-    graph.graph.lint()
-    graph.recompile()
-    return replace(program, graph=graph)
+    return program.with_graph(graph)
 
 
 @dataclass(frozen=True)
