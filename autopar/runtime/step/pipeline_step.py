@@ -176,8 +176,12 @@ class PipelineStep(MicrobatchStep):
             return super().wrap(index, local)
         # torch has no placement for a tensor of one stage. As a sum, any redistribution of it is right.
         summed = tuple(Partial() if isinstance(p, At) else p for p in layout)
-        local = stored(local, type_, summed, self.context.coordinates)
-        return from_local(local, self.context, type_.stored_shape, to_placements(type_, summed))
+        local, order = stored(local, type_, summed, self.context.coordinates), self.program.orders.get(str(index))
+        return from_local(local, self.context, type_.stored_shape, to_placements(type_, summed), order)
+
+    def _ordered(self, index: int, output: Output, value: torch.Tensor) -> torch.Tensor:
+        """As in `Step`; a result of another stage stays one element."""
+        return value if self._is_elsewhere(output) else super()._ordered(index, output, value)
 
     def _is_elsewhere(self, output: Output) -> bool:
         """Whether a result is on the devices of another stage only."""
