@@ -135,16 +135,20 @@ def resampling_as_operators() -> Iterator[None]:
 
 @contextmanager
 def dropout_of_nothing() -> Iterator[None]:
-    """While it lasts, dropout that drops nothing is traced as its argument itself, which it is in eager mode.
+    """While it lasts, dropout that drops nothing is traced as a view of its argument, which it is in eager mode.
 
-    In torch's decomposition it is a copy, so that what a model writes to it would not be written to the argument.
+    In torch's decomposition it is a copy, so that what a model writes to it would not be written to the argument. The
+    view is a node, by which the module is known.
     """
     operator: Any = torch.ops.aten.dropout.default
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     taken = {key: operator.py_kernels[key] for key in keys if key in operator.py_kernels}
 
     def of(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda input, p, train: kernel(input, p, train) if train and p and input.numel() else input
+        def dropped(input: torch.Tensor, p: float, train: bool | None) -> Any:
+            return kernel(input, p, train) if train and p and input.numel() else torch.ops.aten.alias.default(input)
+
+        return dropped
 
     operator.py_kernels.update({key: of(kernel) for key, kernel in taken.items()})
     operator._dispatch_cache.clear()
