@@ -11,7 +11,7 @@ After::
     y = aten.sum(aten.masked_fill(aten.tanh(aten.mm(aten.reshape(aten.sub(next, x), [32, 8]), w)), outside, 0), [0])
 
 A dim of 15 rows is another factor than that of 16, which no split of the sequence reaches; a shift is a few rows of a
-neighbor. How operators stay right with rows in vain is said by their rules, as for `pad_dims`, whose copy of a program
+neighbor. How operators stay right with padding rows is said by their rules, as for `pad_dims`, whose copy of a program
 this is. A factor stays as it is where some operator does not, or where the longer one divides no better: batches of
 T + 1 tokens, of which a model takes T, are split after that.
 """
@@ -254,7 +254,7 @@ class _Copy(PaddedCopy):
         (source,), ndim = tensor_arguments(node), node.meta["val"].ndim
         native = self.padding[self.program.sources[node][0]]
         wanted: Fills = dict.fromkeys(native)
-        # Rows in vain that come where the operator has its filling.
+        # Padding rows that come where the operator has its filling.
         in_vain = before.size < before.longer and before.size + move.by < min(before.longer + move.by, after.size)
         if move.fill is not None and in_vain:
             wanted[move.dim] = move.fill

@@ -1,4 +1,4 @@
-"""Dims that a slice makes a little shorter keep their length: rows in vain are in no result and no gradient."""
+"""Dims that a slice makes a little shorter keep their length: padding rows are in no result and no gradient."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def along_rows(model: Tokens, tokens: Tensor, x: Tensor) -> Tensor:
     return pooled.square().mean() + apart.cumsum(1).tanh().mean()
 
 
-def nothing_of_rows_in_vain(model: Tokens, tokens: Tensor, x: Tensor) -> Tensor:
+def nothing_of_padding(model: Tokens, tokens: Tensor, x: Tensor) -> Tensor:
     """Logarithms of zeros and quotients by them, in the rows that shifts leave empty, and their gradients."""
     scale = x[:, 1:].abs()
     y = scale.log() * x[:, :-1] / scale.sum(-1, keepdim=True)
@@ -105,7 +105,7 @@ def whole(model: Tokens, tokens: Tensor, x: Tensor) -> Tensor:
     return model.first(apart).sort(1)[0].cumprod(1).sum() + apart.std(1).mean()
 
 
-SPLIT = [losses, log_probabilities, neighbors, put_back, windows, along_rows, nothing_of_rows_in_vain]
+SPLIT = [losses, log_probabilities, neighbors, put_back, windows, along_rows, nothing_of_padding]
 ATTEND = [of_inputs, attention]
 
 
