@@ -29,6 +29,7 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.insert_offload import insert_offload
 from autopar.passes.insert_recompute import insert_recompute
 from autopar.passes.kernels.add_bias_in_product import add_bias_in_product
+from autopar.passes.kernels.fill_in_place import fill_in_place
 from autopar.passes.kernels.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
 from autopar.passes.kernels.merge_views import merge_views
 from autopar.passes.kernels.reduce_in_place import reduce_in_place
@@ -72,6 +73,7 @@ PASSES: tuple[Pass, ...] = (
     insert_contiguous,
     merge_views,
     reduce_in_place,
+    fill_in_place,
     add_bias_in_product,
 )
 
@@ -100,6 +102,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     insert_contiguous,
     merge_views,
     reduce_in_place,
+    fill_in_place,
     add_bias_in_product,
 )
 """Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
@@ -119,7 +122,7 @@ def as_planned(program: Program, plan: Plan) -> Program:
 def with_any_strides(passes: Sequence[Pass]) -> tuple[Pass, ...]:
     """The passes for a graph whose operators are made to give what strides one likes: nothing is known of them."""
     instead: dict[Pass, Pass] = {insert_contiguous: insert_contiguous_everywhere}
-    return tuple(instead.get(p, p) for p in passes if p not in (merge_views, reduce_in_place))
+    return tuple(instead.get(p, p) for p in passes if p not in (merge_views, reduce_in_place, fill_in_place))
 
 
 def with_whole_numbers(passes: Sequence[Pass]) -> tuple[Pass, ...]:

@@ -49,7 +49,7 @@ def test_passes_in_order() -> None:
         "insert_collectives", "localize_shapes", "localize_random", "lower_operators", "draw_in_attention",
         "assign_stages", "insert_offload", "join_maxima", "bucket_collectives", "eliminate_dead_code", "scatter_sends",
         "delay_gradients", "fill_waits", "overlap_collectives", "chunk_collectives", "insert_contiguous",
-        "merge_views", "reduce_in_place", "add_bias_in_product",
+        "merge_views", "reduce_in_place", "fill_in_place", "add_bias_in_product",
     ]  # fmt: skip
 
 

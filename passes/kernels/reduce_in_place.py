@@ -39,7 +39,7 @@ def reduce_in_place(program: Program, plan: Plan) -> Program:
     found = [n for n in program.graph.graph.nodes if n.target in IN_PLACE]
     if program.part.count > 1 or not found or any(info(n).stage is not None for n in found):
         return program
-    memory = _Memory(program)
+    memory = Memory(program)
     dying = [n for n in found if memory.may_overwrite(n)]
     for node in dying:
         node.target = IN_PLACE[node.target]
@@ -50,7 +50,7 @@ def reduce_in_place(program: Program, plan: Plan) -> Program:
     return program
 
 
-class _Memory:
+class Memory:
     """Which tensors may be in the memory that a node has made, and when they are read.
 
     Not by the storages of ``meta["val"]``: a conditional copy, such as `contiguous`, may be its argument when it runs.
@@ -76,7 +76,7 @@ class _Memory:
                 self.late.add(node)
 
     def may_overwrite(self, node: fx.Node) -> bool:
-        """Whether an all-reduce may write into its arguments' memory."""
+        """Whether a node may write into the memory of its first argument, or of all in that list."""
         given: Any = node.args[0]
         arguments: list[fx.Node] = list(given) if isinstance(given, list | tuple) else [given]
         makers = [self.makers[a] for a in arguments]

@@ -22,6 +22,7 @@ _library.define("gather_rows_(Tensor(a!) whole, Tensor rows, int start, int part
 _library.define("scatter_rows_(Tensor(a!) whole, Tensor terms, int start, int parts, str group) -> Tensor(a!)")
 _library.define("reduce_rows_(Tensor(a!) whole, Tensor terms, int start, str group) -> Tensor(a!)")
 _library.define("add_rows_(Tensor(a!) whole, Tensor rows, int start) -> Tensor(a!)")
+_library.define("fill_rows_(Tensor(a!) whole, int dim, int blocks, int start, Scalar number) -> Tensor(a!)")
 
 
 def _new_rows(like: Tensor, rows: int, columns: int) -> Tensor:
@@ -58,9 +59,16 @@ def _add_rows(whole: Tensor, rows: Tensor, start: int) -> Tensor:
     return whole
 
 
+def _fill_rows(whole: Tensor, dim: int, blocks: int, start: int, number: float) -> Tensor:
+    size = whole.shape[dim] // blocks
+    block = whole.view([*whole.shape[:dim], blocks, size, *whole.shape[dim + 1 :]])
+    block.narrow(dim + 1, start, size - start).fill_(number)
+    return whole
+
+
 for _name, _function in (
     ("multiply_rows_", _multiply_rows), ("gather_rows_", _gather_rows), ("scatter_rows_", _scatter_rows),
-    ("reduce_rows_", _reduce_rows), ("add_rows_", _add_rows),
+    ("reduce_rows_", _reduce_rows), ("add_rows_", _add_rows), ("fill_rows_", _fill_rows),
 ):  # fmt: skip
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     _library.impl(_name, lambda whole, *_: whole, "Meta")
@@ -84,7 +92,10 @@ reduce_rows_ = torch.ops.autopar.reduce_rows_.default
 add_rows_ = torch.ops.autopar.add_rows_.default
 """``whole[start:start + n] += rows``."""
 
-WRITES_ROWS = frozenset({multiply_rows_, gather_rows_, scatter_rows_, reduce_rows_, add_rows_})
+fill_rows_ = torch.ops.autopar.fill_rows_.default
+"""A number in all that is behind the first ``start`` elements of each of the equal ``blocks`` of a dim."""
+
+WRITES_ROWS = frozenset({multiply_rows_, gather_rows_, scatter_rows_, reduce_rows_, add_rows_, fill_rows_})
 """All of these operators."""
 
 GROUP_ARGUMENT |= {gather_rows_: 4, scatter_rows_: 4, reduce_rows_: 3}

@@ -26,7 +26,7 @@ from autopar.ir.graph import tensor_arguments, values_of
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, c10d
-from autopar.ir.ops.rows import add_rows_, multiply_rows_, new_rows
+from autopar.ir.ops.rows import add_rows_, fill_rows_, multiply_rows_, new_rows
 from autopar.ir.quantized.operators import QUANTIZERS, sum_from_blocks, to_blocks
 from autopar.rules.remembered import remembered
 from autopar.rules.shapes.kernel_shapes import called
@@ -180,6 +180,10 @@ def emitted_work(node: fx.Node) -> Work | None:
         return product(rows.shape[0], matrix.shape[1], rows.shape[1], item=rows.element_size())
     if node.target is add_rows_:
         return stream(3 * node.all_input_nodes[1].meta["val"].nbytes)
+    if node.target is fill_rows_:
+        filled: Any = node.args[1:4]
+        (dim, blocks, start), whole = filled, node.meta["val"]
+        return stream(whole.nbytes * (1 - blocks * start / whole.shape[dim]))
     if node.target in QUANTIZERS:
         return _quantizing(node)
     results = [v for v in values_of(node) if v is not None]
