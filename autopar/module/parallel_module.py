@@ -155,10 +155,7 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
-        session = self._autopar
-        if not session.running:
-            put_forward.remove(session)  # what is called is not it
-        return session.forward(args, kwargs)
+        return self._autopar.forward(args, kwargs)
 
     def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar._torch_compat import forget_fake_results, new_fake_results, without_trackers, without_users_modes
+from autopar.capture.export import LONGEST_WAIT
 from autopar.capture.state.hooks import refuse_hooks_of_all_modules
 from autopar.capture.state.slots import Slots
 from autopar.errors import AutoparError, PlanError
@@ -33,7 +35,7 @@ from autopar.module.call.batch_rows import (
 )
 from autopar.module.call.check_first import check_once
 from autopar.module.call.evaluated_first import decide_for_training
-from autopar.module.call.put_forward import call_own
+from autopar.module.call.put_forward import call_own, remove
 from autopar.module.call.python_state import make_state_whole, whole_with_history, write_state
 from autopar.module.call.traced_outside import not_exported, refuse_tracers
 from autopar.module.call.worker_batch import compare_among_workers, own_part, split_among
@@ -68,6 +70,17 @@ MANY = 4
 logger = logging.getLogger("autopar")
 
 
+class _Ready(NamedTuple):
+    """A call that can run: its graphs, what it is given, and the state that it may write, as it was before."""
+
+    found: Specialization
+    call: Call
+    before: dict[str, torch.Tensor]
+    parameters: list[Any]
+    passed: list[torch.Tensor]
+    skeleton: Any
+
+
 class Session:
     """A model on a mesh.
 
@@ -97,6 +110,7 @@ class Session:
         offloaded: optimizer state in host memory.
         family: this and its copies.
         meters: count what is computed.
+        one: held by the thread that plans a call, or takes down what the call has left; steps run beside each other.
     """
 
     def __init__(self, model: nn.Module, context: MeshContext, options: CompileOptions, init: Init | None) -> None:
@@ -124,10 +138,15 @@ class Session:
         # Weak: an averaged copy that nobody uses any more must not live on for its original.
         self.family: list[weakref.ref[Session]] = [weakref.ref(self)]
         self.meters: list[Meter] = []
+        self.one = threading.RLock()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Of the module: what the original returns."""
-        if self.running:
+        with self._alone():
+            own = self.running > 0
+            if not own:
+                remove(self)  # what is called is not the one that was put in this place
+        if own:
             return call_own(self, args, kwargs)
         self._refuse_copied()
         self.forwards += 1
@@ -150,6 +169,35 @@ class Session:
         """What the original returns: scalars plain, other tensors as DTensors."""
         refuse_tracers()
         refuse_hooks_of_all_modules()
+        with self._alone():
+            ready = self._ready(args, kwargs)
+        found, call = ready.found, ready.call
+        # Collectives of two calls must not come between each other.
+        beside = contextlib.nullcontext() if self.context.mesh is None else self._alone()
+        with beside, self._random_numbers(found):
+            results = run(call, ready.parameters, ready.passed)
+        with self._alone():
+            self.apart = call.apart
+            for meter in self.meters if found.step.trains else ():
+                meter.called(found)
+            write_state(self, found, results, {n: b for n, b in call.buffers.items() if b is not ready.before[n]})
+        return pytree.unflatten(found.program.skeleton, results, ready.skeleton.numbers)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One thread at a time: a capture puts other tensors in the place of the model's parameters."""
+        if not self.one.acquire(timeout=LONGEST_WAIT):
+            raise AutoparError(
+                f"another thread has been planning a call of {self.name} for {LONGEST_WAIT:g} s, and one thread plans "
+                "at a time: call `specialize` before threads call it"
+            )
+        try:
+            yield
+        finally:
+            self.one.release()
+
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ready:
+        """A call with its graphs, on which all ranks have agreed."""
         apart, self.apart = self.apart, []
         require_unwritten(apart)
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
@@ -185,19 +233,15 @@ class Session:
             batch = part_of_rank(self, found, request, tensors, buffers)
         passed = input_forms(tensors, request.differentiable, self.options.inputs)
         call = Call(step, buffers, batch, tensors, self.deferred, name, passed)
-        with self._random_numbers(found):
-            results = run(call, [named[n] for n in step.parameters], [tensors[int(i)] for i in passed])
-        self.apart = call.apart
-        for meter in self.meters if step.trains else ():
-            meter.called(found)
-        write_state(self, found, results, {n: b for n, b in buffers.items() if b is not before[n]})
-        return pytree.unflatten(found.program.skeleton, results, skeleton.numbers)
+        given = [named[n] for n in step.parameters], [tensors[int(i)] for i in passed]
+        return _Ready(found, call, before, *given, skeleton)
 
     def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
-        request = request_of_example(self, batch)
-        own = own_part(binding.flatten(self.original, batch)[0], self.context, "global")
-        check_once(self, self.specialize_request(request), request, own)
+        with self._alone():
+            request = request_of_example(self, batch)
+            own = own_part(binding.flatten(self.original, batch)[0], self.context, "global")
+            check_once(self, self.specialize_request(request), request, own)
 
     def specialize_request(self, request: Request) -> Specialization:
         """Build the graphs for a call with whole tensors, unless there are some; a collective call."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.capture import capture, export
 from autopar.errors import CaptureError
 
@@ -97,3 +98,24 @@ def test_classes_that_define_how_they_are_assigned_to() -> None:
         assert other.result(100)
     assert OwnAssignments.__setattr__ is assign and "__setattr__" not in vars(Inner) | vars(Counting)
     assert model.calls == 0 and not hasattr(model.inner, "calls")
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_first_calls_of_one_module(trained: bool) -> None:
+    """Each thread has eager mode's results, of lengths for which nobody has a graph yet, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+    batches = [torch.randn(2 + i % 2, 8, dtype=torch.float64) for i in range(4)]
+    wanted = [model(x).detach() for x in batches]
+    parallel = autopar.parallelize(model, None)
+
+    def call(batch: Tensor) -> Tensor:
+        with torch.set_grad_enabled(trained):
+            results: list[Tensor] = [parallel(batch) for _ in range(10)]
+        return results[-1]
+
+    with ThreadPoolExecutor(len(batches)) as pool:
+        found = [*pool.map(call, batches, timeout=200)]
+    for result, expected in zip(found, wanted, strict=True):
+        assert type(result) is Tensor and result.requires_grad == trained
+        torch.testing.assert_close(result.detach(), expected)
