@@ -33,7 +33,7 @@ def deep_copy(module: ParallelModule, memo: dict[int, Any]) -> ParallelModule:
     """A copy with tensors of its own. Plans, graphs and process groups do not change: the two share them."""
     old = module._autopar
     # deepcopy takes what is in its memo for copied already: so these are shared, or replaced.
-    for shared in (old.context, old.options, old.init, old.family, old.first, old.latest):
+    for shared in (old.context, old.options, old.init, old.family, old.first, old.latest, old.one):
         memo[id(shared)] = shared
     new = memo[id(module)] = object.__new__(type(module))
     memo[id(old.cache)] = old.cache.copy()

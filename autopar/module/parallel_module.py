@@ -155,7 +155,11 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
-        return self._autopar.forward(args, kwargs)
+        session = self._autopar
+        with session.alone():
+            if not session.running:
+                put_forward.remove(session)  # what is called is not it
+        return session.forward(args, kwargs)
 
     def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""

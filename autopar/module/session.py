@@ -35,7 +35,7 @@ from autopar.module.call.batch_rows import (
 )
 from autopar.module.call.check_first import check_once
 from autopar.module.call.evaluated_first import decide_for_training
-from autopar.module.call.put_forward import call_own, remove
+from autopar.module.call.put_forward import call_own
 from autopar.module.call.python_state import make_state_whole, whole_with_history, write_state
 from autopar.module.call.traced_outside import not_exported, refuse_tracers
 from autopar.module.call.worker_batch import compare_among_workers, own_part, split_among
@@ -142,10 +142,8 @@ class Session:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Of the module: what the original returns."""
-        with self._alone():
+        with self.alone():
             own = self.running > 0
-            if not own:
-                remove(self)  # what is called is not the one that was put in this place
         if own:
             return call_own(self, args, kwargs)
         self._refuse_copied()
@@ -169,14 +167,14 @@ class Session:
         """What the original returns: scalars plain, other tensors as DTensors."""
         refuse_tracers()
         refuse_hooks_of_all_modules()
-        with self._alone():
+        with self.alone():
             ready = self._ready(args, kwargs)
         found, call = ready.found, ready.call
         # Collectives of two calls must not come between each other.
-        beside = contextlib.nullcontext() if self.context.mesh is None else self._alone()
+        beside = contextlib.nullcontext() if self.context.mesh is None else self.alone()
         with beside, self._random_numbers(found):
             results = run(call, ready.parameters, ready.passed)
-        with self._alone():
+        with self.alone():
             self.apart = call.apart
             for meter in self.meters if found.step.trains else ():
                 meter.called(found)
@@ -184,7 +182,7 @@ class Session:
         return pytree.unflatten(found.program.skeleton, results, ready.skeleton.numbers)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """One thread at a time: a capture puts other tensors in the place of the model's parameters."""
         if not self.one.acquire(timeout=LONGEST_WAIT):
             raise AutoparError(
@@ -238,7 +236,7 @@ class Session:
 
     def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
-        with self._alone():
+        with self.alone():
             request = request_of_example(self, batch)
             own = own_part(binding.flatten(self.original, batch)[0], self.context, "global")
             check_once(self, self.specialize_request(request), request, own)
