@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from autopar.errors import PassError
-from autopar.ir.check import check
+from autopar.ir.check import Seen, check
 from autopar.ir.graph import copy_graph
 from autopar.ir.node_info import info, set_info
 from autopar.ir.plan import Plan
@@ -158,13 +158,14 @@ def run_passes(program: Program, plan: Plan, passes: Sequence[Pass], *, verified
         # Whatever passes make of the node, `autopar.verify.first_difference` asks which node of the program it was.
         set_info(node, replace(info(node), program_node=node.name))
     done: tuple[str, ...] = ()
+    seen: Seen = {}
     for step in passes:
         try:
             made = step(program, plan)
             # A new value, of which nothing is known: all others change the graph in place.
             program = made if step in _WHOLE else replace(made)
             if verified:
-                check(program, plan)
+                check(program, plan, seen)
         except (AssertionError, RuntimeError, ValueError, TypeError) as e:
             raise PassError(step.__name__, done, str(e)) from e
         done = (*done, step.__name__)

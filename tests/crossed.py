@@ -1,4 +1,4 @@
-"""Cases of several parameters at once: in the quick tests every value of each comes up, in deep ones every pair."""
+"""Cases of several parameters at once: in quick tests every value of each comes up, in deep ones every pair; seeds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def crossed(*values: Iterable[Any]) -> list[Any]:
@@ -17,3 +18,13 @@ def crossed(*values: Iterable[Any]) -> list[Any]:
         pytest.param(*(v[i] for v, i in zip(lists, at, strict=True)), marks=() if at in quick else pytest.mark.deep)
         for at in product(*(range(len(v)) for v in lists))
     ]
+
+
+def is_deep() -> bool:
+    """Whether this is a deep run."""
+    return settings().max_examples > 1000
+
+
+def seeds(count: int, quick: int = 1) -> range:
+    """Seeds of random plans of one program: few in the quick tests, whose plans are of many programs."""
+    return range(count if is_deep() else quick)

@@ -17,11 +17,13 @@ from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 
 THOROUGH = (
-    "tests/search/test_", "tests/search/overlap/", "tests/search/budget/", "tests/search/pipeline/",
-    "tests/search/microbatch/test_kernel_floor.py", "tests/benchmarks/", "tests/costs/", "tests/explain/",
-    "tests/memory/", "tests/pipeline/", "tests/simulate/",
+    *(f"tests/search/test_{name}" for name in ("find", "known_answers", "module_pins", "offload", "padding")),
+    *(f"tests/search/budget/test_{name}" for name in ("cutoff", "layer_groups", "live_ranges", "pareto", "use_slack")),
+    "tests/search/budget/test_within_budget", "tests/search/overlap/", "tests/search/pipeline/",
+    "tests/search/microbatch/test_kernel_floor.py", "tests/benchmarks/", "tests/costs/", "tests/explain/tables/",
+    "tests/pipeline/test_custom_schedule", "tests/pipeline/test_pipelines", "tests/simulate/",
 )  # fmt: skip
-"""Tests of what is found, and of what is said of it; others need not find the best."""
+"""Tests of what is found; others need not find the best, and those that must are marked `thorough`."""
 
 _thorough, _priced = rounds.Rounds.rest, padding.predict
 

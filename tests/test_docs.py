@@ -56,6 +56,7 @@ def commands(block: Block) -> list[list[str]]:
 def run_page(path: Path, folder: Path) -> int:
     """Run a page's blocks in the folder, in order; returns how many ran."""
     names: dict[str, Any] = {"__name__": path.stem}
+    compared = False  # the recipes beside a plan: of the first on the page
     cached = {"AUTOPAR_CACHE": str(folder / "plans")}  # as a user has it: a page plans the same model many times
     count = 0
     for block in blocks(path.read_text(encoding="utf-8")):
@@ -69,6 +70,9 @@ def run_page(path: Path, folder: Path) -> int:
                 count += 1
         elif block.language == "sh" and NO_RUN not in block.words:
             for arguments in commands(block):
+                if arguments[0] == "plan" and compared and "--no-compare" not in arguments:
+                    arguments = [*arguments, "--no-compare"]
+                compared |= arguments[0] == "plan"
                 result = CliRunner().invoke(cli.app, arguments, env=cached)
                 assert result.exit_code == 0, f"{path.name}: autopar {shlex.join(arguments)}\n{result.output}"
                 count += 1

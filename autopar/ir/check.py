@@ -6,23 +6,31 @@ import operator
 from collections.abc import Collection
 from dataclasses import replace
 
-from torch import fx
+from torch import Tensor, fx
 
 from autopar.ir.graph import is_operator, producer, tensor_arguments, values_of
 from autopar.ir.layout import local_shape, open_shape
-from autopar.ir.node_info import graph_info, info
+from autopar.ir.node_info import NodeInfo, graph_info, info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
 
+Seen = dict[fx.Node, tuple[NodeInfo, Tensor]]
+"""Nodes whose local shapes were right, with what was known of them then and their value."""
 
-def check(program: Program, plan: Plan) -> None:
+
+def check(program: Program, plan: Plan, seen: Seen | None = None) -> None:
     """Check a program between passes.
 
     The invariants that hold by now are named in `GraphInfo.invariants`: ``layouts`` (every tensor has one),
     ``placed`` (every argument has the layout that its user takes, so no Partial meets a nonlinear operator), ``local``
     (local shapes are what the layouts say).
+
+    Args:
+        program: what the last pass left.
+        plan: what the passes follow.
+        seen: nodes of which the checks after earlier passes have found that local shapes are right; edited in place.
 
     Raises:
         ValueError: an invariant is broken; names the node.
@@ -34,7 +42,7 @@ def check(program: Program, plan: Plan) -> None:
     holds = graph_info(program.graph).invariants
     _check_sums(program)
     _check_host(graph)
-    of_one = program.inputs_of("batch", "tangent")
+    of_one, seen = program.inputs_of("batch", "tangent"), {} if seen is None else seen
     for node in graph.nodes:
         if "layouts" in holds:
             _check_layouts(node)
@@ -42,7 +50,12 @@ def check(program: Program, plan: Plan) -> None:
         if "placed" in holds:
             _check_placed(node)
         if "local" in holds:
-            _check_local(node, plan)
+            known, value = info(node), node.meta.get("val")
+            before = seen.get(node)
+            if before is None or before[0] is not known or before[1] is not value:
+                _check_local(node, plan)
+                if isinstance(value, Tensor):  # of several outputs it depends on the users, too
+                    seen[node] = known, value
 
 
 def _check_sums(program: Program) -> None:

@@ -20,6 +20,7 @@ from benchmarks import ladder, least_memory, published
 from benchmarks.allocated import peak_allocated
 from benchmarks.turns import stepper
 from tests import models
+from tests.crossed import seeds
 
 ALWAYS = ("parameters", "optimizer", "buffers", "batch")
 
@@ -142,7 +143,7 @@ def test_plans_of_many_kinds_need_more_than_the_bound() -> None:
     program, dims, _ = models.captured("mlp")
     for axes in ({}, {"a": 2}):
         bound = least_memory.least(program, axes)
-        for seed in range(8):
+        for seed in seeds(8, 3):
             plan = random_plan(program, dims, axes, Cluster.preset("h100"), seed, recompute=True)
             assert bound <= sum(peak_of(program, plan).values()) + 1e-6, (axes, seed)
 
@@ -154,7 +155,7 @@ def test_plans_with_a_host_need_more_than_their_bound(model: str) -> None:
     for axes in ({}, {"a": 2}):
         bound = least_memory.least(program, axes, away=True)
         assert bound <= least_memory.least(program, axes)
-        for seed in range(6):
+        for seed in seeds(6, 2):
             plan = random_plan(program, dims, axes, Cluster.preset("h100"), seed, recompute=True, offload=True)
             assert plan.offload
             assert bound <= sum(peak_of(program, plan).values()) + 1e-6, (axes, seed)

@@ -17,7 +17,9 @@ from autopar.ir.ops.attention import attention
 from autopar.ir.ops.formula.attention_rows import attention_rows
 from autopar.ir.ops.sequence.attention_sinks import attention_with_sinks
 from autopar.ir.ops.sequence.send_block import send_block
+from autopar.verify.compare import EquivalenceReport
 from autopar.verify.verify import verify
+from tests.crossed import is_deep
 
 ROWS, TOKENS, HEADS, KEYS, HEAD = 2, 8, 4, 2, 4
 BOUND = 1e-10
@@ -178,11 +180,22 @@ def test_masks_are_read() -> None:
     assert [n.args[3:7] for n in kernels] == [(None, None, 0.0, True)] * 2
 
 
+def in_a_ring(formula: Callable[..., Tensor], count: int) -> EquivalenceReport:
+    """Of random plans the first whose keys go round; in quick tests no other is drawn after it."""
+    found = list[EquivalenceReport]()
+    for seed in range(count):
+        report = verify(ByFormula(formula), batch(), {"a": 4}, plan="random", seed=seed)
+        assert report.max_error < BOUND
+        if ("qk.0",) in report.plan.choices.values():
+            found.append(report)
+            if not is_deep():
+                break
+    return found[0]
+
+
 def test_sinks_beside_keys_in_a_ring() -> None:
     """Keys, values and their gradients are sent, of the heads that they have."""
-    reports = [verify(ByFormula(sinks), batch(), {"a": 4}, plan="random", seed=seed) for seed in (0, 1, 2)]
-    assert max(r.max_error for r in reports) < BOUND
-    (ring, *_) = [r for r in reports if ("qk.0",) in r.plan.choices.values()]
+    ring = in_a_ring(sinks, 3)
     (kernel, *_) = [n for n in ring.program.graph.graph.nodes if n.target is attention]
     assert kernel.args[1].meta["val"].shape[1] == KEYS
     assert sum(n.target is send_block for n in ring.program.graph.graph.nodes) >= 3
@@ -219,9 +232,7 @@ def test_gradients_of_rows() -> None:
 
 def test_a_cap_and_keys_in_a_ring() -> None:
     """Of scores that are capped no device has those of all keys."""
-    reports = [verify(ByFormula(capped), batch(), {"a": 4}, plan="random", seed=seed) for seed in range(4)]
-    assert max(r.max_error for r in reports) < BOUND
-    (ring, *_) = [r for r in reports if ("qk.0",) in r.plan.choices.values()]
+    ring = in_a_ring(capped, 4)
     shapes = [n.meta["val"].shape for n in ring.program.graph.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
     assert all(TOKENS not in s[-2:-1] or s[-1] != TOKENS for s in shapes if len(s) == 4)
 

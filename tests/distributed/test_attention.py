@@ -234,7 +234,7 @@ CONTEXT: dict[str, Any] = {"roles": {"a": "context"}}
         pytest.param("window", CONTEXT, (4,), 2, marks=pytest.mark.deep),
         ("learned", CONTEXT, (4,), 2 * (3 + 3 + 4)),
         pytest.param("capped", {"recipe": "random", "seed": 0}, (2, 2), 0, marks=pytest.mark.deep),
-        ("hidden", CONTEXT, (4,), 2 * (3 + 3 + 4)),
+        pytest.param("hidden", CONTEXT, (4,), 2 * (3 + 3 + 4), marks=pytest.mark.deep),
         pytest.param("hidden", {"recipe": "random", "seed": 0}, (2, 2), 0, marks=pytest.mark.deep),
         pytest.param("documents", CONTEXT, (4,), 3 + 3 + 4, marks=pytest.mark.deep),
         *(

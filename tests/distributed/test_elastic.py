@@ -88,23 +88,24 @@ def test_a_checkpoint_in_another_world(two_ranks: Ranks, tmp_path: Path) -> None
 ACCUMULATING = (("ab", 1), ("ac", 2), ("a", 5), ("ad", 7))
 
 
-def test_gradients_that_add_up_over_steps(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "seed"),
+    [("checkpoint", 0), ("memory", SEED + 10), pytest.param("memory", 0, marks=pytest.mark.deep)],
+)
+def test_gradients_that_add_up_over_steps(two_ranks: Ranks, tmp_path: Path, source: str, seed: int) -> None:
     """They are part of the state, in memory and in checkpoints, reduced or not yet."""
-    for source, seed in (("memory", 0), ("checkpoint", 0), ("memory", SEED + 10)):
-        folder = tmp_path / f"{source}-{seed}"
-        folder.mkdir()
-        saved: dict[str, Any] = {"folder": str(folder / "saved"), "save_every": 1}
-        losses: dict[int, float] = {}
-        for number, (nodes, total) in enumerate(ACCUMULATING):
-            settings = {"copies": 1} if source == "memory" else saved
-            nodes = nodes if source == "memory" else nodes.replace("a", str(number))
-            results = two_ranks.run(go, nodes, str(folder), seed and seed + number, total, settings, True, timeout=WAIT)
-            assert results[0][:2] == (len(losses), source if losses else "start")
-            losses |= results[0][2]
-        values, _, state = expected(7, accumulates=True)
-        assert [losses[i] for i in range(7)] == pytest.approx(values, abs=1e-11)
-        for name, value in state.items():
-            torch.testing.assert_close(results[0][3][name], value, rtol=0, atol=1e-9)
+    saved: dict[str, Any] = {"folder": str(tmp_path / "saved"), "save_every": 1}
+    losses: dict[int, float] = {}
+    for number, (nodes, total) in enumerate(ACCUMULATING):
+        settings = {"copies": 1} if source == "memory" else saved
+        nodes = nodes if source == "memory" else nodes.replace("a", str(number))
+        results = two_ranks.run(go, nodes, str(tmp_path), seed and seed + number, total, settings, True, timeout=WAIT)
+        assert results[0][:2] == (len(losses), source if losses else "start")
+        losses |= results[0][2]
+    values, _, state = expected(7, accumulates=True)
+    assert [losses[i] for i in range(7)] == pytest.approx(values, abs=1e-11)
+    for name, value in state.items():
+        torch.testing.assert_close(results[0][3][name], value, rtol=0, atol=1e-9)
 
 
 @pytest.mark.deep

@@ -56,7 +56,7 @@ def steps(
         ("windows", (4,), {"a": "context"}, {}),
         pytest.param("patches", (4,), {"a": "context"}, {}, marks=pytest.mark.deep),
         ("pictures", (2, 2), {"a": "data", "b": "context"}, {}),
-        ("shorter", (4,), {"a": "context"}, {}),
+        pytest.param("shorter", (4,), {"a": "context"}, {}, marks=pytest.mark.deep),
         pytest.param("recurrence", (2, 2), {"a": "data", "b": "context"}, {}, marks=pytest.mark.deep),
     ],
 )

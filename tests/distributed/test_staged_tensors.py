@@ -59,16 +59,25 @@ def model_of() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model.double(), {k: v.double() for k, v in batch.items()}
 
 
+_PAIRS: dict[tuple[int, ...], tuple[Any, nn.Module, dict[str, torch.Tensor]]] = {}
+"""Of this rank: to plan one takes longer than what is done with it."""
+
+
 def pair(sizes: tuple[int, ...]) -> tuple[Any, nn.Module, dict[str, torch.Tensor]]:
     """The model in stages and as it is, with gradients."""
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
 
-    (model, batch), (plain, _) = model_of(), model_of()
-    pins = {"stages": sizes[0], "microbatches": 4}
-    search = Search(pins=pins, recipe="random", seed=5)
-    parallel: Any = parallelize(model, mesh_of(*sizes), batch, search=search, timeout=WAIT)
+    if sizes not in _PAIRS:
+        (model, batch), (plain, _) = model_of(), model_of()
+        pins = {"stages": sizes[0], "microbatches": 4}
+        search = Search(pins=pins, recipe="random", seed=5)
+        _PAIRS[sizes] = parallelize(model, mesh_of(*sizes), batch, search=search, timeout=WAIT), plain, batch
+    parallel, plain, batch = _PAIRS[sizes]
+    state = model_of()[0].state_dict()  # whatever was written since then
+    parallel.load_full_state_dict(state), plain.load_state_dict(state)
     for each in (parallel, plain):
+        each.zero_grad()
         each(**batch)["loss"].backward()
     return parallel, plain, batch
 

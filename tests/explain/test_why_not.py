@@ -1,5 +1,7 @@
 """Why does a tensor lie as it does? Its other placements, solved again."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -9,15 +11,22 @@ from autopar.explain.tables.difference import difference, difference_table
 from autopar.explain.tables.why_not import answers_dict, answers_table
 from autopar.explain.why_not import alternatives, ask, layout_in, parse_wanted, tensor_of
 from autopar.ir.layout import parse_placement
+from autopar.ir.plan import Plan
 from autopar.verify.verify import compare
 from tests import models
 
 AXES = {"data": 2, "model": 2}
 
 
+@cache
+def solved() -> Plan:
+    """The best plan of the smallest model, of which most tests here ask."""
+    return solve(models.captured("mlp")[0], AXES, "h100")
+
+
 def test_an_answer_is_the_best_plan_with_the_placement() -> None:
     program, _, values = models.captured("mlp")
-    found = solve(program, AXES, "h100")
+    found = solved()
     for wanted in ({"model": "Shard(1)"}, {"data": "S(0)", "model": "R"}):
         answer = ask(program, found, "up.weight", wanted)
         assert answer.plan is not None
@@ -34,7 +43,7 @@ def test_an_answer_is_the_best_plan_with_the_placement() -> None:
 
 def test_what_is_chosen_already_costs_nothing_more() -> None:
     program, _, _ = models.captured("mlp")
-    found = solve(program, AXES, "h100")
+    found = solved()
     chosen = {axis: str(p) for axis, p in zip(AXES, layout_in(found, "batch.0"), strict=True)}
     answer = ask(program, found, "batch.0", chosen)
     assert answer.plan is not None
@@ -80,7 +89,7 @@ def test_what_blocks_a_placement_is_said() -> None:
 )
 def test_wrong_questions(name: str, wanted: dict[str, str], message: str) -> None:
     program, _, _ = models.captured("mlp")
-    found = solve(program, AXES, "h100")
+    found = solved()
     with pytest.raises(ValueError, match=message):
         ask(program, found, name, wanted)
 
@@ -100,7 +109,7 @@ def test_wanted_names_placement_and_axis(text: str) -> None:
 
 def test_pins_leave_axes_to_the_search() -> None:
     program, _, _ = models.captured("mlp")
-    free = solve(program, AXES, "h100")
+    free = solved()
     half = solve(program, AXES, "h100", search=autopar.Search(pins={"up.weight": ("S(1)", None)}))
     whole = solve(program, AXES, "h100", search=autopar.Search(pins={"up.weight": ("S(1)", "R")}))
     assert str(half.parameters["up.weight"][0]) == "S(1.0)"

@@ -22,6 +22,7 @@ from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.factor_classes import FactorClasses
 from autopar.verify.verify import compare, global_values
 from tests import models
+from tests.crossed import seeds
 
 AXES = {"a": 2, "b": 2}
 
@@ -137,7 +138,7 @@ def test_plans_through_incompatible_factorings_are_right() -> None:
     dims = analyze(program_of(model, batch))
     cut = [n.name for n, o in dims.operators.items() if set(o.letters) != set(o.rule.letters)]
     assert cut  # somewhere the two meet, and the dim cannot be split there
-    for seed in range(2):
+    for seed in seeds(2):
         report = autopar.verify(model, batch, AXES, plan="random", seed=seed)
         assert report.max_error < 1e-10, (seed, report.worst)
     assert autopar.verify(model, batch, {"a": 4}).max_error < 1e-10

@@ -11,6 +11,7 @@ from autopar.compiler import program_of, rewrite
 from autopar.ir.node_info import info
 from autopar.rules.oracle.sharding import check_rule
 from autopar.verify.verify import compare, global_values
+from tests.crossed import seeds
 from tests.plans import follow_plan
 from tests.strategies.samples_layers import aten
 
@@ -70,7 +71,7 @@ class Block(nn.Module):
 )
 def test_random_plans(groups: int, height: int, affine: bool) -> None:
     model, batch = Block(groups, affine).double(), (images(2, 2, height, 4),)
-    for seed in range(3):
+    for seed in seeds(3):
         report = autopar.verify(model, batch, AXES, plan="random", seed=seed, random_strides=True)
         assert report.max_error <= 1e-10, f"{report.worst}: {report.max_error}"
 

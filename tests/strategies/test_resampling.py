@@ -14,6 +14,7 @@ from autopar.compiler import program_of, rewrite
 from autopar.ir.node_info import info
 from autopar.rules.oracle.call import rule_of
 from autopar.verify.verify import compare, global_values
+from tests.crossed import seeds
 from tests.plans import follow_plan
 
 AXES = {"a": 2, "b": 2}
@@ -52,7 +53,7 @@ def test_rows_are_enlarged_where_they_are(settings: dict[str, Any], layout: str)
 def test_random_plans(height: int, settings: dict[str, Any]) -> None:
     """Of heights that few axes divide, and a width that is no whole number of times as long."""
     model, batch = Enlarged(**settings).double(), (images(2, 2, height, 4),)
-    for seed in range(3):
+    for seed in seeds(3):
         loss = {"loss_fn": lambda y, _: y.square().mean()}
         report = autopar.verify(model, batch, AXES, plan="random", seed=seed, random_strides=True, **loss)
         assert report.max_error <= 1e-10, f"{report.worst}: {report.max_error}"

@@ -18,6 +18,7 @@ from autopar.search.options import Search
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
 from autopar.verify.verify import verify
+from tests.crossed import is_deep
 from tests.distributed.models import slow_devices
 from tests.strategies.sequence_models import MODELS, Stack
 
@@ -45,6 +46,8 @@ def test_equal_values(name: str, axes: dict[str, int]) -> None:
         report = verify(model().double(), (batch,), axes, plan="random", seed=seed)
         assert report.max_error < 1e-10
         made.append(sends(report.program))
+        if made[-1] and not is_deep():
+            break
     assert any(made)
 
 
@@ -130,6 +133,8 @@ def test_two_dims_take_different_code() -> None:
         report = verify(Turned().double(), (x,), {"a": 2, "b": 2}, plan="random", seed=seed)
         assert report.max_error < 1e-10
         made += sends(report.program)
+        if made and not is_deep():
+            break
     assert made
     # The search has no candidate that no pass could emit.
     axes = {"a": 2, "b": 2}
@@ -216,4 +221,6 @@ def test_mamba2() -> None:
         report = verify(model, batch, {"a": 2, "b": 2}, plan="random", seed=seed)
         assert report.max_error < 1e-10
         made += sends(report.program)
+        if made and not is_deep():
+            break
     assert made

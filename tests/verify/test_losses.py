@@ -15,6 +15,7 @@ from autopar.ir.node_info import info
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import analyze
 from autopar.verify.verify import capture_error, compare, global_values
+from tests.crossed import seeds
 from tests.plans import follow_plan
 
 AXES = {"a": 2, "b": 2}
@@ -94,7 +95,7 @@ def test_a_loss_is_that_of_the_whole_batch(name: str) -> None:
     plans = {
         "rows": follow_plan(program, AXES, batch=rows),
         "classes": follow_plan(program, AXES, **classes),
-        **{f"random {seed}": random_plan(program, dims, AXES, Cluster.preset("cpu"), seed) for seed in range(2)},
+        **{f"random {seed}": random_plan(program, dims, AXES, Cluster.preset("cpu"), seed) for seed in seeds(2)},
     }
     for label, plan in plans.items():
         report = compare(program, rewrite(program, plan), plan, values, torch.float64)

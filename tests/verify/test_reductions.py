@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.compiler import program_of, rewrite
 from autopar.verify.verify import compare, global_values
+from tests.crossed import seeds
 from tests.plans import follow_plan
 from tests.verify.test_verify import after_adamw
 
@@ -59,7 +60,7 @@ def batch_of(model: nn.Module, step: int = 0) -> dict[str, Tensor]:
 @pytest.mark.parametrize("make", [pytest.param(Moments, marks=pytest.mark.deep), Bags])
 def test_random_plans(make: type[nn.Module]) -> None:
     model = make()
-    for seed in range(3):
+    for seed in seeds(3):
         report = autopar.verify(model, batch_of(model), AXES, plan="random", seed=seed)
         assert report.max_error <= 1e-10, f"seed {seed}, {report.worst}: {report.max_error}"
         expected = after_adamw(dict(model.named_parameters()), report.reference_gradients)

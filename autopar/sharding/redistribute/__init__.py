@@ -308,13 +308,19 @@ class Tables:
     def __init__(self, machine: Machine) -> None:
         """Tables are made when they are asked for."""
         self.machine = machine
+        # By identity, which is found faster than what a type is equal to; the types are there so that it stays theirs.
+        self._known: dict[int, tuple[TensorType, Redistributions]] = {}
 
     def of(self, type_: TensorType) -> Redistributions:
         """The table of a type; types that differ in names or padding only share one."""
-        # Names and padding change no cost. With them left out, thousands of tensors need a few tables.
-        plain = tuple(tuple(Factor("", f.size) for f in dim) for dim in type_.dims)
-        message = type_.message if self.machine.quantized else ""
-        return _table(replace(type_, dims=plain, used=(), drawn=False, message=message), self.machine)
+        known = self._known.get(id(type_))
+        if known is None:
+            # Names and padding change no cost. With them left out, thousands of tensors need a few tables.
+            plain = tuple(tuple(Factor("", f.size) for f in dim) for dim in type_.dims)
+            message = type_.message if self.machine.quantized else ""
+            table = _table(replace(type_, dims=plain, used=(), drawn=False, message=message), self.machine)
+            known = self._known[id(type_)] = type_, table
+        return known[1]
 
 
 @remembered(256)

@@ -22,6 +22,7 @@ from autopar.ir.program import Program
 from autopar.verify.compare import compare
 from autopar.verify.verify import global_values
 from tests import models as zoo
+from tests.crossed import seeds
 from tests.distributed.models import slow_devices
 from tests.float8_layers import in_float8, product
 
@@ -122,7 +123,7 @@ def test_same_step_as_an_eager_model_with_such_layers(make: Any, scaling: str) -
     expected = gradients(in_float8(copy.deepcopy(model), scaling), batch)
     exact = gradients(copy.deepcopy(model), batch)
     program = program_of(model, batch, precision=policy(scaling))
-    for seed in range(3):
+    for seed in seeds(3):
         plan = solve(program, {"a": 2, "b": 2}, "cpu", search=Search(recipe="random", seed=seed), deterministic=True)
         report = compare(program, rewrite(program, plan), plan, global_values(program, model, batch), F64)
         assert report.loss is not None

@@ -116,7 +116,7 @@ def test_shares_compute_what_one_device_does(counts: Any, inner: str) -> None:
 
 
 def test_the_slower_a_node_the_less_it_gets_and_no_plan_is_below_the_bound() -> None:
-    """Of all shares of so many microbatches the search's are the fastest, and its bound is below each of them."""
+    """Neither with one more nor with one less is a plan faster, or below the bound."""
     program = program_of(Net(256), (torch.empty(1 << 14, 256, device="meta"), torch.empty(1 << 14, device="meta")))
     for speed, of_fast in ((1.0, 4), (0.6, 5), (1 / 3, 6)):
         cluster = mixed(speed)
@@ -128,7 +128,7 @@ def test_the_slower_a_node_the_less_it_gets_and_no_plan_is_below_the_bound() -> 
 
         best = found("search")
         assert best.shares.counts == (of_fast, 8 - of_fast)
-        others = [found([n, 8 - n]).certificate.objective for n in (3, 4, 5, 6)]
+        others = [found([n, 8 - n]).certificate.objective for n in (of_fast - 1, of_fast + 1)]
         assert best.certificate.objective <= min(others) * (1 + 1e-9)
         assert best.certificate.lower_bound <= best.certificate.objective
         assert best.certificate.gap < 0.15

@@ -27,7 +27,7 @@ captured = cache(overlap.captured)
     pytest.param("ddp", {"gpu": 8}, marks=pytest.mark.deep),
     pytest.param("fsdp", {"node": 8, "gpu": 8}, marks=pytest.mark.deep),
     pytest.param("hsdp", {"node": 8, "gpu": 8}, marks=pytest.mark.deep),
-    ("megatron", {"node": 8, "gpu": 8}), (None, {"gpu": 8}),
+    ("megatron", {"node": 8, "gpu": 8}), pytest.param(None, {"gpu": 8}, marks=pytest.mark.deep),
 ])  # fmt: skip
 def test_predictions_are_those_of_the_simulator(recipe: str | None, axes: dict[str, int]) -> None:
     program = captured(int(np.prod(list(axes.values()))), 3)

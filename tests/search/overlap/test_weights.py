@@ -31,6 +31,7 @@ from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.redistribute.moves import Machine
 from tests import models
+from tests.crossed import seeds
 
 AXES = {"node": 2, "gpu": 2}
 H100 = Cluster.preset("h100")
@@ -67,7 +68,7 @@ def test_what_is_minimized_is_what_the_plan_costs_under_these_weights(
     if memory is not None:
         ample = plan_within(BudgetProblem.of(program, dims, classes, replace(job, memory=1e12)))
         job = replace(job, memory=memory * sum(ample.predicted.peak_bytes.values()))
-    for seed in range(3 if memory is None else 1):
+    for seed in seeds(3):
         weights = drawn(program, seed)
         plan = plan_within(BudgetProblem.of(program, dims, classes, job, weights))
         features = step_features(program, dims, plan, classes)
@@ -147,7 +148,7 @@ def test_no_plan_is_faster_than_the_bound_of_any_weights(name: str) -> None:
     plans = [replace(random_plan(program, dims, AXES, SHARED, seed), overlap=True) for seed in range(8)]
     plans += [replace(plan_within(BudgetProblem.of(program, dims, classes, job)), overlap=True)]
     seconds = [predict(program, dims, plan, classes).predicted.step_seconds for plan in plans]
-    for seed in range(3):
+    for seed in seeds(3):
         found = plan_within(BudgetProblem.of(program, dims, classes, job, drawn(program, seed)))
         assert found.certificate.lower_bound <= min(seconds) * (1 + 1e-9)
 

@@ -15,6 +15,7 @@ from autopar.ir.graph import values_of
 from autopar.ir.node_info import info
 from autopar.search.options import Search
 from autopar.verify.verify import verify
+from tests.crossed import crossed
 
 HIDDEN, VOCABULARY = 8, 12
 
@@ -113,13 +114,19 @@ def tokens_of(samples: int, length: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(length))
 
 
-@pytest.mark.parametrize("function", [*SPLIT, *ATTEND, whole])
-def test_values(function: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
-    # Two samples of 18 tokens on axes of 4: the sequence is not split, nor may it be wrong.
-    batches = [({"a": 4}, (1, 16)), ({"a": 2, "b": 2}, (3, 20)), ({"a": 4}, (2, 18))]
-    for seed, (axes, size) in enumerate(batches):
-        report = verify(Tokens(function).double(), (tokens_of(*size),), axes, plan="random", seed=seed)
-        assert report.max_error < 1e-10, (axes, size)
+# Two samples of 18 tokens on axes of 4: the sequence is not split, nor may it be wrong.
+BATCHES: list[tuple[int, dict[str, int], tuple[int, int]]] = [
+    (0, {"a": 4}, (1, 16)), (1, {"a": 2, "b": 2}, (3, 20)), (2, {"a": 4}, (2, 18)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "case"), crossed([*SPLIT, *ATTEND, whole], BATCHES))
+def test_values(
+    function: Callable[[Any, Tensor, Tensor], Tensor], case: tuple[int, dict[str, int], tuple[int, int]]
+) -> None:
+    seed, axes, size = case
+    report = verify(Tokens(function).double(), (tokens_of(*size),), axes, plan="random", seed=seed)
+    assert report.max_error < 1e-10, (axes, size)
 
 
 @pytest.mark.parametrize("function", [*SPLIT, *ATTEND])
