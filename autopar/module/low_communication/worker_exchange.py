@@ -14,6 +14,18 @@ from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.dtensor import to_local
 from autopar.runtime.mesh import Workers
 
+PASSES = "backward passes before"
+"""Of which workers whose gradients are exchanged in each step have made as many."""
+
+_ALIKE = (
+    "make them with the same arguments, start workers from the same weights or checkpoint, and have each compute the "
+    "same gradients"
+)
+_LEFT_OUT = (
+    "gradients of different batches would be added up: call optimizer.step() on every rank, or on none, and backward() "
+    "as often on each, whatever one finds in its loss or its gradients"
+)
+
 
 class WorkerExchange(OptimizerSteps):
     """Exchanges among the workers of a mesh axis, around the steps of an optimizer.
@@ -44,6 +56,7 @@ class WorkerExchange(OptimizerSteps):
             )
         self._require_free()
         self._workers: Workers = workers
+        self._passes_before = model._autopar.deferred.passes
 
     def _leaves_out(self, notes: Sequence[str]) -> bool:
         """Whether the optimizer's step changes nothing, on all workers: a scaled gradient is not finite on one."""
@@ -87,9 +100,8 @@ class WorkerExchange(OptimizerSteps):
             for (name, has), (_, known) in zip(rest, expected, strict=True):
                 if has != known:
                     raise RankError(
-                        f"{name} of {self.what} differ: rank {rank} has {has}, rank {other} has {known}; make them "
-                        "with the same arguments, start workers from the same weights or checkpoint, and have each "
-                        "compute the same gradients"
+                        f"{name} of {self.what} differ: rank {rank} has {has}, rank {other} has {known}; "
+                        + (_LEFT_OUT if name.startswith(PASSES) else _ALIKE)
                     )
         return [said for *_, said in every_rank]
 
@@ -119,7 +131,9 @@ class WorkerExchange(OptimizerSteps):
         own = {n: g for n, g in own.items() if g.numel()}
         # Not a detail of the meeting: ranks of different stages have gradients of different parameters.
         have_same = (f"which parameters have gradients in {what}", have)
-        return own, self._require_same_at_a_place((have_same, *same), what, note(own))
+        # A worker that leaves a step out makes no call that others wait for: its next batch would meet their last one.
+        passes = (f"{PASSES} {what}", str(self.model._autopar.deferred.passes - self._passes_before))
+        return own, self._require_same_at_a_place((have_same, passes, *same), what, note(own))
 
 
 def _all_but(lacking: Sequence[str]) -> str:
