@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -57,6 +58,9 @@ class WorkerExchange(OptimizerSteps):
         self._require_free()
         self._workers: Workers = workers
         self._passes_before = model._autopar.deferred.passes
+
+    def _telling(self) -> AbstractContextManager[None]:
+        return self._workers.everyone.telling(f"{self.what} of {self.model._autopar.name}")
 
     def _leaves_out(self, notes: Sequence[str]) -> bool:
         """Whether the optimizer's step changes nothing, on all workers: a scaled gradient is not finite on one."""
@@ -122,7 +126,7 @@ class WorkerExchange(OptimizerSteps):
             The shards by name, and the notes of all ranks.
 
         Raises:
-            RankError: others have gradients of other parameters.
+            RankError: others train other parameters, or have gradients of others, or of another batch.
         """
         parameters = self._parameters()
         lacking = [n for n, p in parameters.items() if p.grad is None]
@@ -133,11 +137,13 @@ class WorkerExchange(OptimizerSteps):
         have_same = (f"which parameters have gradients in {what}", have)
         # A worker that leaves a step out makes no call that others wait for: its next batch would meet their last one.
         passes = (f"{PASSES} {what}", str(self.model._autopar.deferred.passes - self._passes_before))
-        return own, self._require_same_at_a_place((have_same, passes, *same), what, note(own))
+        frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
+        trained = (f"which parameters are trained in {what}", _all_but(frozen))
+        return own, self._require_same_at_a_place((trained, have_same, passes, *same), what, note(own))
 
 
 def _all_but(lacking: Sequence[str]) -> str:
-    """Which parameters have gradients, in few words, that are others for others."""
+    """Which parameters are trained, or have gradients, in few words, that are others for others."""
     if not lacking:
         return "all"
     digest = hashlib.sha256(repr(lacking).encode()).hexdigest()[:6]
