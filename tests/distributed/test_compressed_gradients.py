@@ -453,3 +453,44 @@ def scaled(rank: int, given: dict[str, Any], synchronous: bool, fused: bool) -> 
 )
 def test_optimizers_under_a_scaler(two_ranks: Ranks, given: dict[str, Any], synchronous: bool, fused: bool) -> None:
     assert max(two_ranks.run(scaled, given, synchronous, fused)) < 1e-12
+
+
+def left_out(rank: int, given: dict[str, Any], synchronous: bool, after: bool) -> str:
+    """A script that leaves a step out on rank 1, with ``zero_grad`` before the backward pass or after the step."""
+    import autopar
+    from autopar.errors import RankError
+
+    role = "local" if synchronous else "compressed"
+    search = autopar.Search(roles={"a": role}, inexact=(role, "float64"))
+    model = autopar.parallelize(mlp(), mesh_of(2), mlp_batch(0), search=search, timeout=WAIT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    (autopar.LocalSteps if synchronous else autopar.CompressedGradients)(model, optimizer, **given)
+    try:
+        for step in range(5):
+            if not after:
+                optimizer.zero_grad(set_to_none=False)
+            model(**mlp_batch(step))["loss"].backward()
+            if (rank, step) == (1, 2):
+                continue
+            optimizer.step()
+            if after:
+                optimizer.zero_grad()
+    except RankError as e:
+        assert step == 2 + rank
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("given", "synchronous", "after"),
+    [
+        ({"method": "topk", "share": 0.2}, False, True),
+        pytest.param({"every": 9, "synchronous": 9}, True, False, marks=pytest.mark.deep),
+    ],
+)
+def test_a_step_that_one_worker_leaves_out(
+    two_ranks: Ranks, given: dict[str, Any], synchronous: bool, after: bool
+) -> None:
+    what = "synchronous step 3 of Mlp of local steps" if synchronous else "step 3 of Mlp of compressed gradients"
+    for said in two_ranks.run(left_out, given, synchronous, after):
+        assert said.startswith(f"backward passes before {what} differ: rank 1 has 4, rank 0 has 3"), said

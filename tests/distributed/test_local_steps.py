@@ -345,6 +345,8 @@ def wrong(rank: int) -> list[str]:
         autopar.LocalSteps(model, optimizer, every=0)
     with pytest.raises(ValueError, match="float64"):
         autopar.LocalSteps(model, optimizer, every=2, bits=8)
+    with pytest.raises(ValueError, match="fragments=3: the model has 2 blocks"):
+        autopar.LocalSteps(model, optimizer, every=4, fragments=3)
     local = autopar.LocalSteps(model, optimizer, every=2)
     with pytest.raises(ValueError, match="the model has LocalSteps already, or its like, of another optimizer"):
         autopar.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
@@ -402,6 +404,50 @@ def out_of_step(rank: int) -> str:
 def test_a_worker_out_of_step_is_named(ranks: Ranks) -> None:
     for said in ranks.run(out_of_step):
         assert "outer exchange 1" in said and "local steps differs: ranks 2, 3 have 1, ranks 0, 1 have 2" in said
+
+
+def failing(rank: int, compressed: bool) -> tuple[str, float]:
+    """An error of one worker alone, in its optimizer's step."""
+    import time
+
+    import autopar
+
+    role = "compressed" if compressed else "local"
+    search = autopar.Search(roles={"a": role}, inexact=(role, "float64"))
+    model = autopar.parallelize(mlp(), mesh_of(2), mlp_batch(0), search=search, timeout=WAIT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if compressed:
+        autopar.CompressedGradients(model, optimizer, method="topk", share=0.5)
+    else:
+        autopar.LocalSteps(model, optimizer, every=2)
+    trained(model, optimizer, range(2))
+    if rank == 1:
+        model.up.bias.requires_grad_(False)
+    begun = time.monotonic()
+    try:
+        trained(model, optimizer, range(2, 6))
+    except Exception as e:
+        return f"{type(e).__name__}: {e}", time.monotonic() - begun
+    return "", 0.0
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_worker_that_fails_in_a_step_is_heard_of(compressed: bool) -> None:
+    ranks = Ranks(2)
+    try:
+        other, own = ranks.run(failing, compressed)
+    finally:
+        ranks.close()
+    if compressed:  # which lets parameters be frozen, on all workers
+        why = (
+            "which parameters are trained in step 3 of Mlp of compressed gradients differ: rank 1 has all but 'up.bias'"
+        )
+        assert own[0].startswith(f"RankError: {why}") and other[0].startswith(f"RankError: {why}"), (own, other)
+    else:
+        why = "'up.bias' is no longer trained"
+        assert why in own[0] and other[0].startswith("RankError"), (own, other)
+        assert "rank 1 failed at local steps of Mlp" in other[0] and why in other[0], other
+    assert other[1] < WAIT / 2, other
 
 
 def with_dropout(rank: int) -> Any:

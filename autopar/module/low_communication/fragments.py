@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 _BLOCK = re.compile(r"^(.*?\.\d+|\d+)\.")
 
@@ -18,12 +19,29 @@ def block_of(name: str) -> str:
     return found[1] if found else name.rpartition(".")[0]
 
 
-def blocks_of(sizes: Mapping[str, int]) -> dict[str, list[str]]:
+def blocks_of(sizes: Mapping[str, Any]) -> dict[str, list[str]]:
     """Names of parameters by block, in the model's order."""
     found: dict[str, list[str]] = {}
     for name in sizes:
         found.setdefault(block_of(name), []).append(name)
     return found
+
+
+def require_blocks(names: Mapping[str, Any], fragments: int | str) -> None:
+    """Refuse more fragments than blocks, before anything is trained.
+
+    Args:
+        names: of the parameters.
+        fragments: how many, or ``"auto"``, which takes no more.
+
+    Raises:
+        ValueError: there are fewer blocks.
+    """
+    count = len(blocks_of(names))
+    if not isinstance(fragments, str) and fragments > count:
+        raise ValueError(
+            f"fragments={fragments}: the model has {count} blocks to be exchanged in turn; take as many at most"
+        )
 
 
 def split_in_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
@@ -39,11 +57,8 @@ def split_in_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     >>> split_in_fragments({"a.weight": 1, "b.0.weight": 1, "b.1.weight": 1, "c.weight": 1}, 2)
     [['a.weight', 'b.0.weight'], ['b.1.weight', 'c.weight']]
     """
+    require_blocks(sizes, count)
     blocks = list(blocks_of(sizes).values())
-    if count > len(blocks):
-        raise ValueError(
-            f"fragments={count}: the model has {len(blocks)} blocks to be exchanged in turn; take as many at most"
-        )
     total, done = sum(sizes.values()), 0
     found: list[list[str]] = [[]]
     for i, names in enumerate(blocks):

@@ -17,7 +17,7 @@ from autopar.errors import AutoparError, RankError
 from autopar.module.low_communication.choose_round import AUTO, Wanted, chosen, of_an_axis, predicted
 from autopar.module.low_communication.compressed.step import first_infinite
 from autopar.module.low_communication.exchange import InFlight, fed_back, send, sent_bytes
-from autopar.module.low_communication.fragments import split_in_fragments
+from autopar.module.low_communication.fragments import require_blocks, split_in_fragments
 from autopar.module.low_communication.outer import OuterState, require_exchangeable
 from autopar.module.low_communication.settings import Settings
 from autopar.module.low_communication.tokens import Tokens, weight_of
@@ -115,6 +115,7 @@ class LocalSteps(WorkerExchange):
         self._left: dict[int, torch.Tensor] = {}
         self._group: ProcessGroup = self._workers.group
         require_exchangeable(self._tensors(), bits)
+        require_blocks(self._parameters(), fragments)
         self._attach(self._before, self._after)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -82,7 +83,7 @@ class OptimizerSteps(ABC):
         def first(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             if is_aside():
                 return
-            with on_the_mesh(self.optimizer):
+            with self._telling(), on_the_mesh(self.optimizer):
                 self._take_scale()
                 before(any(callable(x) for x in (*args, *kwargs.values()) if x is not optimizer))
                 self._leave_out()
@@ -93,7 +94,7 @@ class OptimizerSteps(ABC):
             for parameter, gradient in self._aside:
                 parameter.grad = gradient
             self._aside = []
-            with on_the_mesh(self.optimizer):
+            with self._telling(), on_the_mesh(self.optimizer):
                 after()
 
         self._hooks = [
@@ -104,6 +105,10 @@ class OptimizerSteps(ABC):
         _followed.add(self.model)
         # GradScaler would not call the step of a worker whose gradients are infinite, for which others wait.
         setattr(self.optimizer, TAKES_SCALE, True)
+
+    def _telling(self) -> AbstractContextManager[None]:
+        """Within, others that wait for this rank hear of an error of its own."""
+        return nullcontext()
 
     def detach(self) -> None:
         """The optimizer's steps are no longer followed by exchanges; what is in flight is dropped."""

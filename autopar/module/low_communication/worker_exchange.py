@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,18 @@ from autopar.module.low_communication.optimizer_steps import OptimizerSteps
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.dtensor import to_local
 from autopar.runtime.mesh import Workers
+
+PASSES = "backward passes before"
+"""Of which workers whose gradients are exchanged in each step have made as many."""
+
+_ALIKE = (
+    "make them with the same arguments, start workers from the same weights or checkpoint, and have each compute the "
+    "same gradients"
+)
+_LEFT_OUT = (
+    "gradients of different batches would be added up: call optimizer.step() on every rank, or on none, and backward() "
+    "as often on each, whatever one finds in its loss or its gradients"
+)
 
 
 class WorkerExchange(OptimizerSteps):
@@ -44,6 +57,10 @@ class WorkerExchange(OptimizerSteps):
             )
         self._require_free()
         self._workers: Workers = workers
+        self._passes_before = model._autopar.deferred.passes
+
+    def _telling(self) -> AbstractContextManager[None]:
+        return self._workers.everyone.telling(f"{self.what} of {self.model._autopar.name}")
 
     def _leaves_out(self, notes: Sequence[str]) -> bool:
         """Whether the optimizer's step changes nothing, on all workers: a scaled gradient is not finite on one."""
@@ -87,9 +104,8 @@ class WorkerExchange(OptimizerSteps):
             for (name, has), (_, known) in zip(rest, expected, strict=True):
                 if has != known:
                     raise RankError(
-                        f"{name} of {self.what} differ: rank {rank} has {has}, rank {other} has {known}; make them "
-                        "with the same arguments, start workers from the same weights or checkpoint, and have each "
-                        "compute the same gradients"
+                        f"{name} of {self.what} differ: rank {rank} has {has}, rank {other} has {known}; "
+                        + (_LEFT_OUT if name.startswith(PASSES) else _ALIKE)
                     )
         return [said for *_, said in every_rank]
 
@@ -110,7 +126,7 @@ class WorkerExchange(OptimizerSteps):
             The shards by name, and the notes of all ranks.
 
         Raises:
-            RankError: others have gradients of other parameters.
+            RankError: others train other parameters, or have gradients of others, or of another batch.
         """
         parameters = self._parameters()
         lacking = [n for n, p in parameters.items() if p.grad is None]
@@ -119,11 +135,15 @@ class WorkerExchange(OptimizerSteps):
         own = {n: g for n, g in own.items() if g.numel()}
         # Not a detail of the meeting: ranks of different stages have gradients of different parameters.
         have_same = (f"which parameters have gradients in {what}", have)
-        return own, self._require_same_at_a_place((have_same, *same), what, note(own))
+        # A worker that leaves a step out makes no call that others wait for: its next batch would meet their last one.
+        passes = (f"{PASSES} {what}", str(self.model._autopar.deferred.passes - self._passes_before))
+        frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
+        trained = (f"which parameters are trained in {what}", _all_but(frozen))
+        return own, self._require_same_at_a_place((trained, have_same, passes, *same), what, note(own))
 
 
 def _all_but(lacking: Sequence[str]) -> str:
-    """Which parameters have gradients, in few words, that are others for others."""
+    """Which parameters are trained, or have gradients, in few words, that are others for others."""
     if not lacking:
         return "all"
     digest = hashlib.sha256(repr(lacking).encode()).hexdigest()[:6]

@@ -170,13 +170,29 @@ class Control:
             if not isinstance(e, RuntimeError | pickle.PickleError | EOFError) or not caused_by_others:
                 # This rank's own error, which it raises as it is. The others hear of it: they may wait for this rank.
                 if in_step:
-                    self.watch.fail(f"{what}, {type(e).__name__}", f"{what}: {type(e).__name__}: {e}")
+                    self._tell(what, e)
                 raise
             error = RankError(self._explanation(what + locate(e), e, time.monotonic() - start))
             self._stop(str(error))
             raise error from e
         finally:
             watch.leave(outer)
+
+    @contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Within, an error of this rank's own is heard of by the others, which go on to wait for this rank."""
+        told = len(self.watch.own_failures)
+        try:
+            yield
+        except RankError:  # of an agreement: the others have it, too
+            raise
+        except Exception as e:
+            if len(self.watch.own_failures) == told:  # else by what is within
+                self._tell(what, e)
+            raise
+
+    def _tell(self, what: str, error: Exception) -> None:
+        self.watch.fail(f"{what}, {type(error).__name__}", f"{what}: {type(error).__name__}: {error}")
 
     def failures(self) -> str:
         """What this rank has failed at. It must be the same on all ranks: else they are out of step."""

@@ -167,6 +167,7 @@ class _StepFunction(torch.autograd.Function):
         _compare(step, call.name, dict(zip(step.differentiable, gradients, strict=True)))
         saved = _saved_values(ctx)
         incoming = {str(i): g for i, g in zip(step.differentiable, gradients, strict=True)}
+        call.deferred.passes += 1
         nothing_deferred = not (call.deferred.active or call.deferred.any)
         with call.during("backward"), step_seed(ctx.seed):  # what is recomputed draws the same numbers
             tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]

@@ -53,6 +53,7 @@ class DeferredReduction:
         active: whether `no_sync` is in force.
         types: types and layouts of the parameters for which something has been deferred.
         is_aside: within `set_aside`.
+        passes: how many backward passes there have been, deferred or not.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
@@ -66,6 +67,7 @@ class DeferredReduction:
         self.types: dict[str, Any] = {}
         self._pending: list[PendingReduction] = []
         self.is_aside = False
+        self.passes = 0
 
     def add(self, step: Any, values: list[torch.Tensor]) -> None:
         """Add what the first of `split_reductions`'s graphs returned."""

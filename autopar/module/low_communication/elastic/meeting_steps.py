@@ -22,7 +22,7 @@ from autopar.module.low_communication.elastic.register import Seat
 from autopar.module.low_communication.elastic.underway import Underway
 from autopar.module.low_communication.elastic.words import Brought, giver_of, require_same, weighted
 from autopar.module.low_communication.exchange import fed_back, sent_bytes
-from autopar.module.low_communication.fragments import split_in_fragments
+from autopar.module.low_communication.fragments import require_blocks, split_in_fragments
 from autopar.module.low_communication.optimizer_steps import OptimizerSteps
 from autopar.module.low_communication.outer import OuterState, require_exchangeable
 from autopar.module.low_communication.settings import Settings
@@ -99,6 +99,7 @@ class MeetingSteps(OptimizerSteps):
         self._former: tuple[int, ...] = ()
         self._thread = threading.get_ident()
         require_exchangeable(self._tensors(), wanted.rest["bits"])
+        require_blocks(self._parameters(), wanted.fragments)
 
     def _connect(self, store: Store, run: str) -> None:
         """Have steps followed by meetings at a store, once this worker has joined."""
