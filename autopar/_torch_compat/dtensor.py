@@ -133,8 +133,7 @@ def refuse_items_of_unreduced() -> None:
 
     def item(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (tensor,) = args
-        sizes = tensor.device_mesh.shape
-        if any(p.is_partial() and n > 1 for p, n in zip(tensor.placements, sizes, strict=True)):
+        if is_unreduced(tensor):
             raise RuntimeError(
                 f"item() of a tensor that lies as {tensor.placements} would be this rank's term of it: call "
                 "full_tensor() first, on all ranks"
@@ -238,7 +237,9 @@ def run_beyond_dtensor(
         except (NotImplementedError, RuntimeError):
             return run(op, args, kwargs)
         # What is written to a view that is moved first is lost to the tensor.
-        return run(op, args, kwargs) if _moves_a_view(op, info, found) else _reduced_scalars(op, args, info, found)
+        if _moves_a_view(op, info, found) or _writes_no_term(op, args, kwargs, found):
+            return run(op, args, kwargs)
+        return _reduced_scalars(op, args, info, found)
 
     tail = dispatcher._dispatch_fast_path_python_tail
 
@@ -299,6 +300,25 @@ def _moves_a_view(op: Any, info: Any, found: Any) -> bool:
         return False
     own, moved = info.schema.args_schema[0], found.redistribute_schema.args_schema[0]
     return bool(own.placements != moved.placements)
+
+
+def _writes_no_term(op: Any, args: Any, kwargs: Any, found: Any) -> bool:
+    """Whether an operator writes to a tensor that is still to be reduced, and torch's rule makes no term of that.
+
+    Torch gives every rank the number that fills the tensor, and moves what is split to terms, which it cannot.
+    """
+    if op.overloadpacket.__name__ != "fill_" and not getattr(found, "needs_redistribute", False):
+        return False
+    return any(is_unreduced(t) for t in written_by(op, args, kwargs))
+
+
+def is_unreduced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor of which each rank has a term."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return False
+    return any(p.is_partial() and n > 1 for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True))
 
 
 def _reduced_scalars(op: Any, args: Any, info: Any, found: Any) -> Any:

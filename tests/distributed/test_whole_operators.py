@@ -53,6 +53,10 @@ def views(p: Any) -> None:
     first, second = p.grad.chunk(2)
     first.mul_(2)
     second.view(-1)[0] = 7
+    row = p.grad[1:][0]
+    p.grad.mul_(2)
+    p.grad.add_(row.sum() + first.sin().sum())
+    second.mul_(row.sum())
 
 
 def scalars(p: Any) -> None:
@@ -106,7 +110,37 @@ def inference(p: Any) -> None:
         p.detach().unsqueeze(0).mul_(2)
 
 
-CHANGES: tuple[Callable[[Any], None], ...] = (masks, views, scalars, draws, factories, several, inference)
+@torch.no_grad()
+def terms(p: Any) -> None:
+    """Into tensors of which each rank has a term: of a sum, a product, a mean or a maximum, and into views of these."""
+    if p.ndim < 2:
+        return
+    for reduced in (p.grad.t() @ p, p.prod(0), p.mean(0), p.amax(0), p.amin(-1)):
+        reduced[0] = 0.5
+        part = reduced[1:3]
+        reduced.add_(p.mean())
+        reduced.sub_(reduced.abs())
+        part.mul_(part.sin())
+        p.grad.add_(reduced.sum() + part.sum() + reduced.clone().fill_(2).sum())
+
+
+@torch.no_grad()
+def into_terms(p: Any) -> None:
+    """What is split is added, copied and multiplied into sums of which each rank has a term."""
+    if p.ndim < 2:
+        return
+    update = p.t() @ p.grad  # of parts of the dim that is summed over
+    square = p.grad.t() @ p
+    row = update[0]
+    update.add_(square.tanh()).copy_(torch.where(update > 0, update, square.sin()))
+    torch.mul(update, square.sin(), out=square)
+    torch._foreach_add_([update, square], [square.cos(), update.cos()])
+    p.grad.copy_((p @ update).sin() + row + square.sum())
+
+
+CHANGES: tuple[Callable[[Any], None], ...] = (
+    masks, views, scalars, draws, factories, several, inference, terms, into_terms,
+)  # fmt: skip
 if torch.__version__.startswith("2.11."):  # there `views` is an error: see the contract tests
     CHANGES = (masks, scalars, draws, factories, several)
 

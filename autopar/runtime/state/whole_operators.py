@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autopar._torch_compat import (
     TensorMeta,
@@ -94,13 +94,15 @@ class WholeView(DTensor):
     """A view, for torch, of a tensor of which each rank has a part: in fact it is a whole copy of that view.
 
     Torch makes such a copy where a view is not of each rank's own part, as ``p.grad[:3]`` of rows that are split, and
-    what is written to it is lost. Here it is written to the tensor, too.
+    what is written to it is lost. Here it is written to the tensor, too, and what the tensor is written to is read.
 
     Attributes:
+        version: of the tensor, when the copy was made of it.
         source: the tensor, and the operator that made the view of it: its arguments after the first, its keyword
             arguments, and the number of this view among the results; None for a single result.
     """
 
+    version: int
     source: tuple[DTensor, Any, tuple[Any, ...], dict[str, Any], int | None]
 
     @classmethod
@@ -117,6 +119,8 @@ class WholeView(DTensor):
         if torch.Tag.inplace_view in func.tags and isinstance(args[0], WholeView):
             raise shape_of_a_copy(func, args[0])
         views = {id(v): v for v in tensors_in((args, kwargs)) if isinstance(v, WholeView)}
+        for view in views.values():
+            view.read_again()
         plain = {k: DTensor(v._local_tensor, v._spec, requires_grad=False) for k, v in views.items()}  # type: ignore[no-untyped-call]
         result = func(*_replaced(args, plain), **_replaced(kwargs, plain))
         written = [v for v in written_by(func, args, kwargs) if isinstance(v, WholeView)]
@@ -129,13 +133,38 @@ class WholeView(DTensor):
             return _replaced(result, own)
         return as_views(func, args, kwargs, result)
 
+    def full_tensor(self, **more: Any) -> torch.Tensor:
+        """As of any DTensor, of what is in the tensor now."""
+        self.read_again()
+        return super().full_tensor(**more)
+
+    def read_again(self) -> None:
+        """Copy what is in the tensor, if it was written to since; a collective call then."""
+        if self.version == (version := _version_of(self.source[0])):
+            return
+        self.version = version
+        view = _replicated(self._of(_whole(self.source[0], fills=False)), self.device_mesh)
+        self._local_tensor, self._spec = view._local_tensor, view._spec
+
     def write_back(self) -> None:
         """Write the copy into the tensor that it is a view of; a collective call."""
-        tensor, op, args, kwargs, number = self.source
+        tensor = self.source[0]
         whole = _whole(tensor, fills=False)
-        found = op(whole, *args, **kwargs)
-        (found if number is None else found[number]).copy_(full_tensor(self))
+        self._of(whole).copy_(full_tensor(self))
         tensor.copy_(_replicated(whole, tensor.device_mesh))
+        self.version = _version_of(tensor)
+
+    def _of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same view of the whole tensor."""
+        _, op, args, kwargs, number = self.source
+        found = op(whole, *args, **kwargs)
+        view: torch.Tensor = found if number is None else found[number]
+        return view
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """Which each write to the tensor, or to a view of it, changes; not of tensors of inference mode."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def as_views(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -151,6 +180,7 @@ def as_views(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
         view.__class__ = WholeView
         number = None if isinstance(result, torch.Tensor) else i
         view.source = (args[0], op, args[1:], kwargs, number)  # type: ignore[attr-defined]
+        view.version = _version_of(args[0])  # type: ignore[attr-defined]
     return result
 
 
@@ -165,6 +195,8 @@ def _whole(tensor: DTensor, fills: bool) -> torch.Tensor:
     """Memory of its own with the whole tensor, or with nothing in it yet."""
     if fills:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor._local_tensor.device)
+    if isinstance(tensor, WholeView):
+        tensor.read_again()
     whole = full_tensor(tensor)
     return whole.clone() if whole.data_ptr() == tensor._local_tensor.data_ptr() else whole
 
@@ -189,10 +221,16 @@ def _write(op: Any, tensor: DTensor, whole: torch.Tensor) -> None:
         return
     placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
     part = redistributed(_replicated(whole, mesh), mesh, placements)
-    if placements == tuple(tensor.placements):
-        tensor._local_tensor.copy_(part._local_tensor)  # its memory stays: views of it see what is written
-    else:
+    if any(p.is_partial() and type(p) is not Partial for p in tensor.placements):  # of a norm, which has no sign
         tensor._local_tensor, tensor._spec = part._local_tensor, part._spec
+        return
+    # Its memory stays: views of it see what is written, and it what is written to a view. Of a sum or a product one
+    # rank has it all.
+    for placement, at in zip(tensor.placements, mesh.get_coordinate() or (), strict=True):
+        if at > 0 and (placement.is_partial("sum") or placement.is_partial("product")):
+            tensor._local_tensor.fill_(placement.is_partial("product"))
+            return
+    tensor._local_tensor.copy_(part._local_tensor)
 
 
 def _replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
