@@ -11,6 +11,7 @@ from autopar.strategies import (
     matmul,
     normalization,
     pointwise,
+    pooling,
     reduction,
     view,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "matmul",
     "normalization",
     "pointwise",
+    "pooling",
     "reduction",
     "view",
 ]
