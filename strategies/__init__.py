@@ -11,7 +11,6 @@ from autopar.strategies import (
     matmul,
     normalization,
     pointwise,
-    pooling,
     reduction,
     view,
 )
@@ -27,7 +26,6 @@ __all__ = [
     "matmul",
     "normalization",
     "pointwise",
-    "pooling",
     "reduction",
     "view",
 ]
