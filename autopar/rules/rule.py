@@ -83,6 +83,7 @@ class Lowering:
         axes: over how many axes they may be split so at most; 0: any number.
         first: of several letters a tensor that has more than one is split along the first of them, and has all of the
             others; else there is no such strategy.
+        places: arguments are places along the whole letter, which the operator itself would not find on one device.
     """
 
     build: Callable[..., Any]
@@ -91,12 +92,14 @@ class Lowering:
     multiple: int = 1
     axes: int = 0
     first: bool = False
+    places: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what is no function."""
         require(
             build=(self.build, FUNCTION), together=(self.together, FLAG), least=(self.least, whole(1)),
             multiple=(self.multiple, whole(1)), axes=(self.axes, whole(0)), first=(self.first, FLAG),
+            places=(self.places, FLAG),
         )  # fmt: skip
 
     def takes(self, size: int, axes: int) -> bool:

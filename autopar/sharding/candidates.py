@@ -152,7 +152,8 @@ def _by_expert(operator: Operator, name: str, strategy: Strategy, kind: type[ByE
         return None
     # Numbers of rows are known when the graph runs only. Views take an open size; who counts elements, makes tensors of
     # sizes or emits other code for them does not.
-    if rule.lower or (rule.scaled and not placed) or (rule.shapes and not rule.view):
+    lowered = name in rule.lower or (rule.lower and not rule.view)
+    if lowered or (rule.scaled and not placed) or (rule.shapes and not rule.view):
         return None
     inputs, outputs = list(strategy.inputs), list(strategy.outputs)
     counts = rule.counts.get(name, ())

@@ -57,6 +57,7 @@ def steps(
         pytest.param("patches", (4,), {"a": "context"}, {}, marks=pytest.mark.deep),
         ("pictures", (2, 2), {"a": "data", "b": "context"}, {}),
         pytest.param("shorter", (4,), {"a": "context"}, {}, marks=pytest.mark.deep),
+        ("pooled", (4,), {"a": "context"}, {}),
         pytest.param("recurrence", (2, 2), {"a": "data", "b": "context"}, {}, marks=pytest.mark.deep),
     ],
 )

@@ -167,8 +167,10 @@ def view() -> Iterator[Sample]:
     yield call(aten.unfold_backward.default, x(1), [], 0, 1, 1)
     yield call(aten.view_as_real.default, torch.complex(x(4, 2), x(4, 2)))
     yield call(aten.view_as_complex.default, x(4, 2, 2))
-    yield call(aten.select.int, x(2, 6, 4), 1, 2)
-    yield call(aten.select_backward.default, x(2, 4), [2, 6, 4], 1, 2)
+    for index in (2, -1, 0):
+        yield call(aten.select.int, x(2, 6, 4), 1, index)
+        yield call(aten.select_backward.default, x(2, 4), [2, 6, 4], -2, index)
+    yield call(aten.select.int, integer(9, 8), 0, 5)
     yield call(aten.unbind.int, x(2, 3, 4), 1)
     yield call(aten.stack.default, [x(2, 4), x(2, 4), x(2, 4)], 1)
 
@@ -191,6 +193,10 @@ def pieces() -> Iterator[Sample]:
         yield call(aten.slice.Tensor, x(2, 8, 2), 1, start, end, step)
         yield call(aten.slice_backward.default, x(2, length, 2), [2, 8, 2], 1, start, end, step)
         yield call(aten.slice_scatter.default, x(2, 8, 2), x(2, length, 2), -2, start, end, step)
+    for start, end in ((0, 1), (15, 16), (14, 16), (7, 9), (4, 6)):
+        yield call(aten.slice.Tensor, x(2, 16, 2), 1, start, end)
+        yield call(aten.slice_backward.default, x(2, end - start, 2), [2, 16, 2], 1, start, end, 1)
+    yield call(aten.slice.Tensor, x(32, 2), 0, 4, 8)
     yield call(aten.select_scatter.default, x(2, 6, 4), x(2, 4), 1, 2)
     yield call(aten.split.Tensor, x(2, 12), 4, 1)
     yield call(aten.split.Tensor, x(2, 10), 4, 1)

@@ -10,7 +10,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  registers its operators
 
 from autopar.ir.ops import routing
-from autopar.strategies.convolution import RESAMPLING
+from autopar.strategies.convolution.operators import RESAMPLING
 from tests.strategies import stand_ins
 from tests.strategies.sample import Sample, boolean, call, integer, positive, x
 
@@ -192,6 +192,40 @@ def pooling() -> Iterator[Sample]:
         yield call(getattr(aten, f"avg_pool{n}d_backward").default, g, a, two, two, zero, False, True, None)
         yield call(getattr(aten, f"_adaptive_avg_pool{n}d").default, a, two)
         yield call(getattr(aten, f"_adaptive_avg_pool{n}d_backward").default, g, a)
+
+
+def pooling_of_rows() -> Iterator[Sample]:
+    """Windows that overlap, that tile, and that leave rows out, along rows, and along what is one row."""
+    for shape, kernel, stride, padding, dilation, ceil in (
+        ((2, 2, 8, 6), [3, 3], [2, 2], [1, 1], [1, 1], False),
+        ((1, 2, 1, 16), [1, 3], [1, 1], [0, 1], [1, 1], False),
+        ((2, 8, 4), [3, 2], [], [1], [1, 1], True),
+        ((2, 2, 8, 6), [4, 2], [2, 2], [1, 0], [1, 1], True),
+        ((1, 2, 1, 8), [1, 2], [1, 2], [0, 0], [1, 1], False),
+        ((1, 2, 8, 4), [1, 2], [2, 1], [0, 1], [1, 1], False),
+        ((1, 1, 8, 4), [3, 3], [1, 1], [1, 1], [2, 1], False),
+        ((1, 2, 8, 4, 4), [3, 2, 2], [1, 2, 1], [1, 0, 1], [1, 1, 1], False),
+    ):
+        n = len(kernel)
+        for a in (x(*shape), x(*shape).masked_fill(boolean(*shape), -torch.inf).abs().neg()):
+            pool, back = (getattr(aten, f"max_pool{n}d_with_indices{end}").default for end in ("", "_backward"))
+            values, places = pool(a, kernel, stride, padding, dilation, ceil)
+            yield call(pool, a, kernel, stride, padding, dilation, ceil)
+            grad = torch.randn_like(values)
+            yield call(back, grad, a, kernel, stride or kernel, padding, dilation, ceil, places)
+        pool, back = (getattr(aten, f"avg_pool{n}d{end}").default for end in ("", "_backward"))
+        for padded, divisor in ((True, None), (False, None), (False, 5)):
+            numbers = padding, ceil, padded, divisor
+            yield call(pool, x(*shape), kernel, stride, *numbers)
+            grad = torch.randn_like(pool(x(*shape), kernel, stride, *numbers))
+            yield call(back, grad, x(*shape), kernel, stride or kernel, *numbers)
+    for shape, sizes in (((2, 2, 8, 5), [4, 2]), ((2, 1, 8), [1, 4]), ((1, 2, 4, 6, 2), [4, 2, 1])):
+        pool, back = (getattr(aten, f"_adaptive_avg_pool{len(sizes)}d{end}").default for end in ("", "_backward"))
+        yield call(pool, x(*shape), sizes)
+        yield call(back, torch.randn_like(pool(x(*shape), sizes)), x(*shape))
+
+
+def resampling() -> Iterator[Sample]:
     for n, names in RESAMPLING.items():
         for name in names:
             op, back = getattr(aten, name), getattr(aten, f"{name}_backward")
@@ -356,6 +390,8 @@ FAMILIES = (
         attention_elsewhere,
         convolution,
         pooling,
+        pooling_of_rows,
+        resampling,
         softmax,
     ),
     *(embedding, gather_scatter, index, random),

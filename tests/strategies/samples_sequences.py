@@ -177,6 +177,20 @@ def convolutions() -> Iterator[Sample]:
     yield from both(x(2, 2, 4, 8), x(2, 2, 1, 3), True, [1, 1], [0, 1], [1, 1], False, [0, 0], 1)
     yield from both(positive(1, 2, 4, 4, 4), x(2, 2, 3, 3, 3), False, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
     yield from both(x(2, 2, 8, 8), x(4, 1, 3, 3), True, [2, 2], [1, 1], [1, 1], False, [0, 0], 2)
+    for kernel, stride, padding, dilation, more in (
+        (4, 2, 1, 1, 0),
+        (3, 1, 1, 1, 0),
+        (3, 2, 1, 1, 1),
+        (3, 1, 2, 2, 0),
+        (1, 2, 0, 1, 1),
+        (2, 4, 0, 1, 2),
+        (8, 4, 2, 1, 0),
+        (4, 2, 0, 1, 0),  # of another length
+    ):
+        numbers = [stride], [padding], [dilation], True, [more]
+        yield from both(x(2, 2, 8), x(2, 2, kernel), kernel != 3, *numbers, 1)
+    yield from both(x(2, 4, 8, 3), x(4, 2, 4, 2), True, [2, 2], [1, 0], [1, 1], True, [0, 0], 2)
+    yield from both(x(1, 2, 4, 8), x(2, 2, 3, 4), False, [1, 2], [0, 1], [1, 1], True, [0, 0], 1)
 
 
 FAMILIES = (scans, recurrences, masked_attention, shifts, windows, convolutions)

@@ -152,6 +152,26 @@ class Residual(nn.Module):
         return self.out(F.relu(self.short(h) + self.long(h)).mean(-1)).square().mean()
 
 
+class Pooled(nn.Module):
+    """Pooling with windows that overlap and that tile, transposed convolutions back, and single rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.out, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(16, 4)
+        self.longer = nn.ConvTranspose1d(8, 8, 4, 2, 1)
+        self.again = nn.ConvTranspose1d(8, 8, 3, 2, 1, output_padding=1, groups=2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inside(x).tanh().mT
+        h = h - F.avg_pool1d(h, 3, 1, 1, count_include_pad=False)
+        h = F.max_pool1d(F.avg_pool1d(h, 5, 1, 2), 3, 2, 1)
+        h = self.again(F.max_pool1d(h, 2)) + F.adaptive_avg_pool1d(self.longer(h), h.shape[-1])
+        h = self.out(h.mT).sin()
+        some = h[:, 5] * h[:, 7:9].sum(1), (h * h[:, -1:]).sum(1)
+        return h.square().mean() + self.head(torch.cat(some, -1)).square().mean()
+
+
 class Image(nn.Module):
     """Convolutions of two dims, one of them with another padding at the end, and what a U-Net has between them."""
 
@@ -243,6 +263,7 @@ MODELS: dict[str, tuple[type[nn.Module], Tensor]] = {
     "selective": (Selective, _drawn(2, 16, 8)),
     "chunks": (Chunks, _drawn(2, 32, 8)),
     "residual": (Residual, _drawn(2, 3, 32)),
+    "pooled": (Pooled, _drawn(2, 32, 8)),
     "patches": (Patches, _drawn(2, 3, 16, 8)),
     "image": (Image, _drawn(2, 3, 16, 8)),
 }

@@ -60,6 +60,7 @@ def test_equal_values(name: str, axes: dict[str, int]) -> None:
         ("pictures", {"a": 4}),
         ("windows", {"a": 4}),
         ("patches", {"a": 2}),
+        ("pooled", {"a": 4}),
         *(
             pytest.param(name, axes, marks=deep)
             for name, axes in (("recurrence", {"a": 4}), ("shifts", {"a": 2, "b": 2}))

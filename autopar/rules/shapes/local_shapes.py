@@ -37,7 +37,20 @@ def _run(module: fx.GraphModule, node: fx.Node, plan: Plan) -> Any:
     if node.op == "get_attr":
         constant = getattr(module, str(node.target))
         return torch.empty(constant.shape, dtype=constant.dtype, device="meta")
+    if _has_places(node):
+        type_, layout = info(node).type(), info(node).layout()
+        shape = local_shape(type_, layout, plan.axis_sizes)
+        return torch.empty(shape, dtype=getattr(torch, type_.dtype), device="meta")
     return value_of_call(node)
+
+
+def _has_places(node: fx.Node) -> bool:
+    """Whether a node, in whose place other code is emitted, has numbers that are no places in local tensors."""
+    known = info(node)
+    if known.operator is None:
+        return False
+    lower = known.operator.rule.lower
+    return any(c in lower and lower[c].places for c in (name.partition(".")[0] for name in known.strategy))
 
 
 def value_of_call(node: fx.Node) -> Any:

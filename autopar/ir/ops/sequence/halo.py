@@ -74,6 +74,24 @@ def add_window(context: Any, grad: Any, ndim: int, dim: int, size: int, low: int
     return own
 
 
+def inside(context: Any, x: Any, size: int, low: int, high: int) -> Any:
+    """Which rows of a `window` are rows of the whole: ones, and zeros before the first and behind the last.
+
+    Args:
+        context: of the lowering.
+        x: a tensor, for its dtype and device.
+        size: how many rows the device has.
+        low: as of the window.
+        high: as of the window.
+    """
+    pieces = [aten.new_full.default(x, [size + min(low, 0) + min(high, 0)], 1)]
+    if low > 0:
+        pieces.insert(0, _at_end(context, aten.new_full.default(x, [low], 1), False, 0.0))
+    if high > 0:
+        pieces.append(_at_end(context, aten.new_full.default(x, [high], 1), True, 0.0))
+    return pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, 0)
+
+
 def reach(low: int, high: int) -> int:
     """How many rows a device must have at least for a window."""
     return max(low, high, max(-low, 0) + max(-high, 0) + 1)

@@ -1,8 +1,9 @@
-"""Convolution, pooling and resampling, forward and backward: batch, groups, channels, and whole patches.
+"""Convolution and resampling, forward and backward: batch, groups, channels, and whole patches.
 
 Where the kernel is as large as the stride and nothing is padded (1x1 convolutions, patch embeddings), every output
 reads a patch of its own: the spatial dims are ``(Xu)`` and free in X. Where the output is as long as the input, but for
-the stride, one spatial dim may be split all the same: a device gets the rows that its outputs read from its neighbors.
+the stride, one spatial dim may be split all the same: a device gets the rows that its outputs read from its neighbors,
+or, of a transposed convolution, what its outputs have of their inputs.
 """
 
 import math
@@ -24,7 +25,7 @@ INSIDE, KERNEL, OUTSIDE, REST = "xyz", "uvw", "XYZ", "pqr"
 
 
 @dataclass(frozen=True)
-class _Window:
+class Window:
     """What one output position reads along one spatial dim.
 
     Attributes:
@@ -80,7 +81,7 @@ class _Call:
         different: whether it may be padded differently at both ends.
     """
 
-    windows: tuple[_Window, ...]
+    windows: tuple[Window, ...]
     args: tuple[Any, ...]
     different: bool
 
@@ -94,8 +95,8 @@ class _Call:
         else:
             stride, low, dilation, transposed, more, groups = args
             high = low
-        *lists, more = [[_at(n, i) for i in range(count)] for n in (stride, low, high, dilation, more)]
-        windows = tuple(_Window(weight.shape[2 + i], *(n[i] for n in lists)) for i in range(count))
+        *lists, more = [[at(n, i) for i in range(count)] for n in (stride, low, high, dilation, more)]
+        windows = tuple(Window(weight.shape[2 + i], *(n[i] for n in lists)) for i in range(count))
         return _Call(windows, (*lists, transposed, more, groups), different)
 
     def tiles(self, i: int, size: int) -> bool:
@@ -105,8 +106,15 @@ class _Call:
 
     def shared(self, x: Spec) -> int | None:
         """The first other spatial dim of which devices may have blocks, if they get rows of their neighbors."""
-        found = (i for i, w in enumerate(self.windows) if w.aligned(n := x.shape[2 + i]) and not self.tiles(i, n))
-        return None if self.args[4] or not _sends(x) else next(found, None)
+        found = (i for i, n in enumerate(x.shape[2:]) if self._aligned(i, n) and not self.tiles(i, n))
+        return next(found, None) if sends(x) else None
+
+    def _aligned(self, i: int, size: int) -> bool:
+        """Whether a block of a spatial dim is a block of output, but for the stride."""
+        window, transposed, more = self.windows[i], *self.args[4:6]
+        if transposed:
+            return bool(more[i] + window.behind == window.low)
+        return window.aligned(size)
 
     def within(self, dim: int, groups: int) -> tuple[list[Any], bool]:
         """Arguments of the same on elements that have been padded along ``dim``, and whether ends are different."""
@@ -116,13 +124,20 @@ class _Call:
             return [stride, low, high, dilation, groups], True
         return [stride, low, dilation, False, more, groups], False
 
+    def unpadded(self, dim: int, groups: int) -> list[Any]:
+        """Arguments of a transposed convolution all of whose outputs along ``dim`` are wanted."""
+        stride, low, _, dilation, transposed, more, _ = self.args
+        low, more = ([0 if i == dim else n for i, n in enumerate(side)] for side in (low, more))
+        return [stride, low, dilation, transposed, more, groups]
 
-def _at(sizes: Sequence[int], i: int) -> int:
+
+def at(sizes: Sequence[int], i: int) -> int:
+    """That of a spatial dim among numbers of each, or one of all."""
     return sizes[i] if len(sizes) > 1 else sizes[0]
 
 
-def _sends(x: Spec) -> bool:
-    """Whether blocks of a tensor can be sent."""
+def sends(x: Spec) -> bool:
+    """Whether rows of a tensor can be sent."""
     return x.dtype is None or not x.dtype.is_complex
 
 
@@ -160,8 +175,9 @@ def _letters_of(call: _Call, x: Spec) -> _Letters:
         elif i == shared:
             rest = REST[i] if window.stride > 1 else ""
             sizes |= {rest: window.stride} if rest else {}
-            inside.append(OUTSIDE[i] + rest)
-            outside.append(OUTSIDE[i])
+            fine, coarse = small[i] + rest, small[i]
+            inside.append(coarse if transposed else fine)
+            outside.append(fine if transposed else coarse)
             blocked += rest
         else:
             inside.append(INSIDE[i])
@@ -206,6 +222,8 @@ def _with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
     dim = call.shared(x)
     if dim is None or (window := call.windows[dim]).alone:
         return {}
+    if call.args[4]:
+        return _to_neighbors(call, dim, x.ndim)
     low, high, letter = window.low, window.behind, OUTSIDE[dim]
 
     def build(context: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
@@ -222,6 +240,8 @@ def _gradients_with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
     dim = call.shared(x)
     if dim is None or (window := call.windows[dim]).alone:
         return {}
+    if call.args[4]:
+        return _gradients_from_neighbors(call, dim, x.ndim)
     low, high, letter, ndim = window.low, window.behind, OUTSIDE[dim], x.ndim
 
     def build(context: Any, grad: Any, x: Any, weight: Any, bias_sizes: Any, *args: Any) -> Any:
@@ -238,6 +258,41 @@ def _gradients_with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
         return tuple(found)
 
     return {letter: Lowering(build, least=-(-halo.reach(low, high) // window.stride))}
+
+
+def _to_neighbors(call: _Call, dim: int, ndim: int) -> dict[str, Lowering]:
+    """The transposed convolution of a block: what it adds to outputs of neighbors goes there."""
+    window, letter = call.windows[dim], INSIDE[dim]
+    low, behind = window.low, window.behind
+
+    def build(context: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
+        size = context.local_size(letter) * window.stride
+        wide = aten.convolution.default(x, weight, None, *call.unpadded(dim, args[-1]))
+        made = halo.add_window(context, wide, ndim, 2 + dim, size, low, behind)
+        return made if bias is None else aten.add.Tensor(made, aten.reshape.default(bias, [-1] + [1] * (ndim - 2)))
+
+    return {letter: Lowering(build, least=-(-halo.reach(low, behind) // window.stride))}
+
+
+def _gradients_from_neighbors(call: _Call, dim: int, ndim: int) -> dict[str, Lowering]:
+    """Its gradients: those of outputs to which neighbors' rows were added come from there."""
+    window, letter = call.windows[dim], INSIDE[dim]
+    low, behind = window.low, window.behind
+
+    def build(context: Any, grad: Any, x: Any, weight: Any, bias_sizes: Any, *args: Any) -> Any:
+        *_, groups, mask = args
+        size = context.local_size(letter) * window.stride
+        found: list[Any] = [None, None, None]
+        if mask[0] or mask[1]:
+            wide = halo.window(context, grad, 2 + dim, size, low, behind, 0.0)
+            wanted = [mask[0], mask[1], False]
+            made = aten.convolution_backward.default(wide, x, weight, None, *call.unpadded(dim, groups), wanted)
+            found = [aten.alias.default(made[i]) if asked else None for i, asked in enumerate(wanted)]
+        if mask[2]:  # of this device's outputs alone
+            found[2] = aten.sum.dim_IntList(grad, [0, *range(2, ndim)])
+        return tuple(found)
+
+    return {letter: Lowering(build, least=-(-halo.reach(low, behind) // window.stride))}
 
 
 def _forward_rule(x: Spec, weight: Spec, bias: Spec | None, args: Sequence[Any], different: bool) -> Rule:
@@ -320,11 +375,11 @@ def im2col(
     def build(context: Any, x: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Any:
         size = context.local_size("Y") * window.stride
         wide = halo.window(context, x, dim, size, window.low, window.behind, 0.0)
-        return aten.im2col.default(wide, kernel, dilation, [0, _at(padding, 1)], stride)
+        return aten.im2col.default(wide, kernel, dilation, [0, at(padding, 1)], stride)
 
     if "Y" not in names.blocked and not window.alone:
         lower["Y"] = Lowering(build, least=-(-halo.reach(window.low, window.behind) // window.stride))
-    blocked = names.blocked if _sends(x) or not lower else names.blocked + "Y"
+    blocked = names.blocked if sends(x) or not lower else names.blocked + "Y"
     return Rule(f"{names.x}->{names.out}", blocked=blocked, linear=((0,),), sizes=names.sizes, lower=lower)
 
 
@@ -334,7 +389,7 @@ def col2im(
     stride: Sequence[int],
 ) -> Rule:  # fmt: skip
     """Columns added up where their patches are: what is in a neighbor's rows goes there."""
-    channels = columns.shape[-2] // math.prod(_at(kernel, i) for i in range(2))
+    channels = columns.shape[-2] // math.prod(at(kernel, i) for i in range(2))
     shape = (*columns.shape[:-2], channels, *output_size)
     names = _patches(shape, kernel, dilation, padding, stride)
     window, ndim, lower = names.window, len(shape), {}
@@ -342,12 +397,12 @@ def col2im(
     def build(context: Any, columns: Any, sizes: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Any:
         size, low, behind = context.local_size("Y") * window.stride, window.low, window.behind
         wide = [size + low + behind, sizes[1]]
-        made = aten.col2im.default(columns, wide, kernel, dilation, [0, _at(padding, 1)], stride)
+        made = aten.col2im.default(columns, wide, kernel, dilation, [0, at(padding, 1)], stride)
         return halo.add_window(context, made, ndim, ndim - 2, size, low, behind)
 
     if "Y" not in names.blocked and not window.alone:
         lower["Y"] = Lowering(build, least=-(-halo.reach(window.low, window.behind) // window.stride))
-    blocked = names.blocked if _sends(columns) or not lower else names.blocked + "Y"
+    blocked = names.blocked if sends(columns) or not lower else names.blocked + "Y"
     rows: dict[int | str, str | tuple[str, ...]] = {1: ("" if "Y" in blocked else "Y", "")}
     return Rule(f"{names.out}->{names.x}", blocked=blocked, linear=((0,),), sizes=names.sizes, scaled=rows, lower=lower)
 
@@ -368,15 +423,15 @@ class _Patches:
     out: str
     blocked: str
     sizes: dict[str, int]
-    window: _Window
+    window: Window
 
 
 def _patches(shape: Sequence[int], *numbers: Sequence[int]) -> _Patches:
     """Of a kernel, dilation, padding and stride; rows are split where there is a row of patches for each stride."""
     windows = []
     for i in range(2):
-        kernel, step, pad, stride = (_at(n, i) for n in numbers)
-        windows.append(_Window(kernel, stride, pad, pad, step))
+        kernel, step, pad, stride = (at(n, i) for n in numbers)
+        windows.append(Window(kernel, stride, pad, pad, step))
     (rows, columns), batch = windows, "n" * (len(shape) - 3)
     aligned = rows.aligned(shape[-2])
     inside = ["Y" + "r" * (rows.stride > 1), "z"] if aligned else ["y", "z"]
@@ -387,7 +442,7 @@ def _patches(shape: Sequence[int], *numbers: Sequence[int]) -> _Patches:
     return _Patches(dims([*batch, "c", *inside]), dims([*batch, "cuv", "YZ"]), blocked, sizes, rows)
 
 
-def _planes(x: Spec, spatial: int) -> tuple[str, str, str, str]:
+def planes(x: Spec, spatial: int) -> tuple[str, str, str, str]:
     """The plane before and after, and the spatial letters of both."""
     names = letters(x.ndim)
     # A window may reach into the next block, so positions are not split; samples and channels are free.
@@ -396,27 +451,17 @@ def _planes(x: Spec, spatial: int) -> tuple[str, str, str, str]:
     return names, free + after, names[len(free) :], after
 
 
-def _forward(spatial: int, outputs: int = 1) -> Callable[..., Rule]:
-    def forward(x: Spec, *_: Any) -> Rule:
-        before, after, inside, outside = _planes(x, spatial)
-        return Rule(f"{before}->{','.join([after] * outputs)}", blocked=inside + outside)
-
-    return forward
-
-
 def _backward(spatial: int) -> Callable[..., Rule]:
-    def backward(grad: Spec, x: Spec, *rest: Any) -> Rule:
-        before, after, inside, outside = _planes(x, spatial)
-        # Max pooling saves where each maximum was: numbers within the plane, which is whole.
-        indices = [after for t in rest if isinstance(t, Spec)]
-        return Rule(f"{','.join([after, before, *indices])}->{before}", blocked=inside + outside, linear=((0,),))
+    def backward(grad: Spec, x: Spec, *_: Any) -> Rule:
+        before, after, inside, outside = planes(x, spatial)
+        return Rule(f"{after},{before}->{before}", blocked=inside + outside, linear=((0,),))
 
     return backward
 
 
 def _resample_backward(spatial: int) -> Callable[..., Rule]:
     def backward(grad: Spec, output_size: Sequence[int], input_size: Sequence[int], *_: Any) -> Rule:
-        before, after, inside, outside = _planes(grad, spatial)
+        before, after, inside, outside = planes(grad, spatial)
         return Rule(f"{before}->{after}", blocked=inside + outside, linear=((0,),), shapes=(2,))
 
     return backward
@@ -424,21 +469,11 @@ def _resample_backward(spatial: int) -> Callable[..., Rule]:
 
 def _linear_forward(spatial: int) -> Callable[..., Rule]:
     def forward(x: Spec, *_: Any) -> Rule:
-        before, after, inside, outside = _planes(x, spatial)
+        before, after, inside, outside = planes(x, spatial)
         return Rule(f"{before}->{after}", blocked=inside + outside, linear=((0,),))
 
     return forward
 
-
-for _op in (aten.max_pool2d_with_indices, aten.max_pool3d_with_indices):
-    rule(_op.default)(_forward(3 if "3d" in str(_op) else 2, outputs=2))
-for _op in (aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward):
-    rule(_op.default)(_backward(3 if "3d" in str(_op) else 2))
-
-rule(aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default)(_linear_forward(2))
-rule(aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default)(_backward(2))
-rule(aten.avg_pool3d.default, aten._adaptive_avg_pool3d.default)(_linear_forward(3))
-rule(aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d_backward.default)(_backward(3))
 
 RESAMPLING = {
     1: ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),
