@@ -10,7 +10,8 @@ After::
     filled = fill_rows_(grad, 0, 4, 15, 0)                                             # 4 rows
 
 It saves a copy of the tensor, and going through all of it for a few rows. Of a dim that is split, which rows these are
-is known on each device only when it runs; the mask stays there, and where `reduce_in_place` would copy.
+is known on each device only when it runs; the mask stays there, and where memory may not be overwritten
+(`autopar.memory.overwritable`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
 from autopar.ir.ops.rows import fill_rows_
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes.kernels.reduce_in_place import Memory
+from autopar.memory.overwritable import Memory
 from autopar.rules.shapes.local_shapes import propagate
 
 aten = torch.ops.aten
