@@ -47,8 +47,8 @@ def _whole(outputs: int) -> Callable[..., Rule]:
     return whole
 
 
-rule(aten.argmax.default, aten.argmin.default, aten.prod.default, aten.prod.dim_int)(_whole(1))
-rule(aten.max.dim, aten.min.dim, aten.var_mean.correction)(_whole(2))
+rule(aten.prod.default)(_whole(1))
+rule(aten.var_mean.correction)(_whole(2))
 
 
 def _same(x: Spec, dim: int, outputs: int, linear: bool = False) -> Rule:
@@ -303,6 +303,43 @@ rule(aten.amax.default)(lambda x, dim=None, keepdim=False: _extremum(aten.amax.d
 rule(aten.amin.default)(lambda x, dim=None, keepdim=False: _extremum(aten.amin.default, x, dim, keepdim, least=True))
 rule(aten.max.default)(lambda x: _extremum(aten.max.default, x, None, False, least=False))
 rule(aten.min.default)(lambda x: _extremum(aten.min.default, x, None, False, least=True))
+
+
+def _first_extremum(extremum: Any, least: bool, outputs: int) -> Callable[..., Rule]:
+    """Extrema along a dim and where they are first, or that alone; of all devices the first that has the extremum."""
+
+    def rule_of(x: Spec, dim: int | None = None, keepdim: bool = False) -> Rule:
+        def build(context: Any, x: Any, dim: int, keepdim: bool = False) -> Any:
+            own = extremum(x, dim, keepdim)
+            places = aten.add.Scalar(own[1], context.axis_index() * context.local_size(reduced))
+            found = extremum(context.all_gather(own[0]), 0, True)
+            places = aten.select.int(aten.gather.default(context.all_gather(places), 0, found[1]), 0, 0)
+            return (aten.select.int(found[0], 0, 0), places) if outputs == 2 else places
+
+        equation, reduced = whole_equation(x, dim, keepdim, outputs)
+        if dim is None or not reduced:
+            return Rule(equation, blocked=reduced)
+        found = Rule(equation, keep=reduced, lower={reduced: Lowering(build)})
+        if not x.dtype.is_floating_point:
+            return found
+        return replace(found, padded={reduced: Padding((math.inf if least else -math.inf,))})
+
+    return rule_of
+
+
+for _op, _place, _least in ((aten.max, aten.argmax, False), (aten.min, aten.argmin, True)):
+    rule(_op.dim)(_first_extremum(_op.dim, _least, outputs=2))
+    rule(_place.default)(_first_extremum(_op.dim, _least, outputs=1))
+
+
+@rule(aten.prod.dim_int)
+def product(x: Spec, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Rule:
+    """The product of the products that devices have."""
+
+    def build(context: Any, *args: Any, **kwargs: Any) -> Any:
+        return aten.prod.dim_int(context.all_gather(aten.prod.dim_int(*args, **kwargs)), 0)
+
+    return _whole_or_lowered(x, dim, keepdim, build)
 
 
 def _vote(target: Any, every: bool) -> Callable[..., Rule]:

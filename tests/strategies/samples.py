@@ -222,6 +222,24 @@ def reduction() -> Iterator[Sample]:
         yield call(op.default, x(2, 4))
     with_nan = x(4, 2)
     with_nan[3, 1] = torch.nan
+    # Equal ones on several devices, numbers that are none, and the least and largest that there are.
+    tied = torch.tensor([[2, 1, 2, 0, 1, 2, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0]])
+    lines = (
+        tied,
+        tied.double(),
+        tied.bool(),
+        x(8, 2).masked_fill(x(8, 2) > 0.5, torch.nan).T,
+        -torch.inf * tied.double().exp(),
+    )
+    for values in lines:
+        for op, place in ((aten.max, aten.argmax), (aten.min, aten.argmin)):
+            yield call(op.dim, values, 1)
+            yield call(op.dim, values, -1, True)
+            if values.dtype != torch.bool:
+                yield call(place.default, values, 1)
+    for values in (x(2, 4), integer(4, 2, 8), boolean(2, 4)):
+        yield call(aten.prod.dim_int, values, 1)
+        yield call(aten.prod.dim_int, values, 0, True)
     for op in (aten.amax, aten.amin, aten.max, aten.min):
         for values in (with_nan, integer(8, 4, 2), integer(8, 4, 2) - 2**63, integer(8, 4, 2).to(torch.uint8)):
             yield call(op.default, values)
