@@ -162,6 +162,20 @@ def refuse_items_of_unreduced() -> None:
         tensor._local_tensor.share_memory_()  # the DTensor itself has no memory, which torch would take
         return tensor
 
+    def number(name: str) -> Callable[[Any], Any]:
+        """Torch reads numbers of a list (`torch.tensor([gradient.norm()])`) where no wrapper is asked for its own."""
+        method = getattr(torch.Tensor, name)
+
+        def value(tensor: Any) -> Any:
+            below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+            if not below or tensor.numel() != 1:
+                return method(tensor)
+            return item(lambda local: getattr(local, name)(), (tensor,), {})
+
+        return value
+
+    for name in ("__float__", "__int__", "__index__", "__bool__"):
+        setattr(DTensor, name, number(name))
     DTensor.share_memory_ = share_memory  # type: ignore[method-assign]
     DTensor.__format__ = text  # type: ignore[method-assign]
     DTensor.tolist, DTensor.numpy = own("tolist"), own("numpy")  # type: ignore[method-assign]

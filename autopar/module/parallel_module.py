@@ -156,9 +156,8 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
         session = self._autopar
-        with session.alone():
-            if not session.running:
-                put_forward.remove(session)  # what is called is not it
+        if not session.running:
+            put_forward.remove(session)  # what is called is not it
         return session.forward(args, kwargs)
 
     def specialize(self, batch: Any) -> None:

@@ -142,9 +142,7 @@ class Session:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Of the module: what the original returns."""
-        with self.alone():
-            own = self.running > 0
-        if own:
+        if self.running:
             return call_own(self, args, kwargs)
         self._refuse_copied()
         self.forwards += 1

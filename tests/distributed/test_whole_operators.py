@@ -63,6 +63,8 @@ def scalars(p: Any) -> None:
     total = torch.zeros((), dtype=DOUBLE)
     total += p.grad.norm()
     p.grad.div_(1 + p.grad.norm().item() + float(p.grad.sum()) + float(f"{total:.3f}"))
+    listed = torch.tensor([p.grad.norm(), p.grad.sum()], dtype=p.dtype) + torch.tensor([p.grad.argmax(), p.grad.ndim])
+    p.grad.div_(1 + float(listed.norm()) + torch.tensor([p.grad.sum() > 0]).sum().item())
 
 
 def draws(p: Any) -> None:

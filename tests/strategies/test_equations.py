@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from autopar.errors import InvalidRuleError
 from autopar.rules.oracle.sharding import check_rule
 from autopar.rules.rule import Rule, Spec, dims, letter_sizes, letters, registered, rule
-from autopar.strategies import indexing, pointwise, view
+from autopar.strategies import indexing, pointwise
 from autopar.strategies.attention import kernels, operators
+from autopar.strategies.view import shapes, slices
 
 aten = torch.ops.aten
 
@@ -78,7 +79,7 @@ def test_an_operator_has_one_rule():
     ],
 )
 def test_view(before, after, equation, blocked):
-    found = view.view(Spec(before), after)
+    found = shapes.view(Spec(before), after)
     assert found.equation == equation
     assert sorted(found.blocked) == sorted(blocked)
 
@@ -126,7 +127,7 @@ def test_random_splits(parts):
 
 def test_fused_projection_is_free_within_heads():
     """Grouped-query attention's fused projection: 32 query heads and twice 8 others of 128."""
-    found = view.split(Spec((2, 6144)), [4096, 1024, 1024], 1)
+    found = slices.split(Spec((2, 6144)), [4096, 1024, 1024], 1)
     assert found.equation == "a(cb)->a(db),ab,ab"
     assert found.sizes == {"c": 6, "d": 4, "b": 1024}
     assert found.blocked == "cd"
