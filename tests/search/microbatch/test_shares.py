@@ -29,6 +29,7 @@ from autopar.search.recost import differences, recosted
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
 from tests import models
+from tests.crossed import is_deep
 
 AXES = {"node": 2, "gpu": 2}
 
@@ -116,7 +117,7 @@ def test_shares_compute_what_one_device_does(counts: Any, inner: str) -> None:
 
 
 def test_the_slower_a_node_the_less_it_gets_and_no_plan_is_below_the_bound() -> None:
-    """Neither with one more nor with one less is a plan faster, or below the bound."""
+    """Neither with one more nor with one less is a plan faster, or below the bound; in deep runs no other, either."""
     program = program_of(Net(256), (torch.empty(1 << 14, 256, device="meta"), torch.empty(1 << 14, device="meta")))
     for speed, of_fast in ((1.0, 4), (0.6, 5), (1 / 3, 6)):
         cluster = mixed(speed)
@@ -128,7 +129,9 @@ def test_the_slower_a_node_the_less_it_gets_and_no_plan_is_below_the_bound() -> 
 
         best = found("search")
         assert best.shares.counts == (of_fast, 8 - of_fast)
-        others = [found([n, 8 - n]).certificate.objective for n in (of_fast - 1, of_fast + 1)]
+        others = [
+            found([n, 8 - n]).certificate.objective for n in ((3, 4, 5, 6) if is_deep() else (of_fast - 1, of_fast + 1))
+        ]
         assert best.certificate.objective <= min(others) * (1 + 1e-9)
         assert best.certificate.lower_bound <= best.certificate.objective
         assert best.certificate.gap < 0.15
