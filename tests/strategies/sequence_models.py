@@ -153,7 +153,7 @@ class Residual(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Pooling with windows that overlap and that tile, transposed convolutions back, and single rows."""
+    """Pooling with windows that overlap and that tile, transposed convolutions back, single rows and maxima."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,6 +169,8 @@ class Pooled(nn.Module):
         h = self.again(F.max_pool1d(h, 2)) + F.adaptive_avg_pool1d(self.longer(h), h.shape[-1])
         h = self.out(h.mT).sin()
         some = h[:, 5] * h[:, 7:9].sum(1), (h * h[:, -1:]).sum(1)
+        largest, first = h.max(1, keepdim=True)
+        h = h + largest * (h.argmin(1, keepdim=True) - first).sin()
         return h.square().mean() + self.head(torch.cat(some, -1)).square().mean()
 
 
