@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from autopar import Float8, Precision
 from autopar.compiler import program_of, rewrite, solve
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward
@@ -112,12 +113,15 @@ def main() -> None:
     parser.add_argument("--only", metavar="TEXT", default="", help="recipes that contain TEXT")
     parser.add_argument("--pipelines", action="store_true", help=f"on {STAGE_AXES}, {MICROBATCHES} microbatches")
     parser.add_argument("--chunks", action="store_true", help="tensor parallelism on 8 GPUs")
+    parser.add_argument(
+        "--float8", metavar="SCALING", help="of linear layers in chunks, such as rowwise; default: bf16"
+    )
     parser.add_argument("--families", action="store_true", help="tiny models of `benchmarks/zoo` on 4 devices")
     parser.add_argument("--preset", default="h100", help="devices of the families: h100, cpu, or another preset")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     rows = []
-    for row in chunks(options.layers, options.only) if options.chunks else ():
+    for row in chunks(options.layers, options.only, options.float8) if options.chunks else ():
         rows.append(row)
         if not options.json:
             print("  ".join(f"{row[c]!s:>17}" for c in CHUNK_COLUMNS), flush=True)
@@ -144,8 +148,8 @@ def main() -> None:
         print(json.dumps(rows, indent=1))
 
 
-def captured(rows: int, layers: int) -> Program:
-    """Llama-3-8B in bf16 on the meta device, a sequence for each GPU."""
+def captured(rows: int, layers: int, float8: str | None = None) -> Program:
+    """Llama-3-8B in bf16 on the meta device, a sequence for each GPU; linear layers may be in float8."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -155,7 +159,9 @@ def captured(rows: int, layers: int) -> Program:
     with torch.device("meta"):
         model = LlamaForCausalLM(config).bfloat16()
     ids = torch.zeros(rows, TOKENS, dtype=torch.long, device="meta")
-    return program_of(model, {"input_ids": ids, "labels": ids})
+    narrow = torch.bfloat16
+    precision = Precision(narrow, narrow, narrow, Float8(float8)) if float8 else None
+    return program_of(model, {"input_ids": ids, "labels": ids}, precision=precision)
 
 
 def measured(program: Program, plan: Plan, axes: Mapping[str, int], recipe: str) -> dict[str, Any]:
@@ -183,9 +189,9 @@ def measured(program: Program, plan: Plan, axes: Mapping[str, int], recipe: str)
     }
 
 
-def chunks(layers: int, only: str) -> Iterator[dict[str, Any]]:
+def chunks(layers: int, only: str, float8: str | None = None) -> Iterator[dict[str, Any]]:
     """Rows of the table of chunks: a plan emitted without them, and with them."""
-    program = captured(8, layers)
+    program = captured(8, layers, float8)
     for recipe in ("megatron-sequence", "megatron"):
         if only not in recipe:
             continue

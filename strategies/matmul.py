@@ -164,7 +164,9 @@ def torch_grouped_mm(
     )  # fmt: skip
 
 
-SCALED = Lowering(lambda context, x, dims, format: context.all_reduce(float8.scale(x, dims, format), "max"))
+SCALED = Lowering(
+    lambda context, x, dims, format: context.all_reduce(float8.scale(x, dims, format), "max"), anywhere=True
+)
 """The scale of a whole tensor is the largest of its parts'."""
 
 
@@ -178,7 +180,7 @@ def float8_scale(x: Spec, dims: Sequence[int], format: str) -> Rule:
     return Rule(f"mk->{kept}", keep=among, lower=dict.fromkeys(among, SCALED), padded=padded)
 
 
-LARGEST = Lowering(lambda context, x: context.all_reduce(float8.amax(x), "max", joined=True))
+LARGEST = Lowering(lambda context, x: context.all_reduce(float8.amax(x), "max", joined=True), anywhere=True)
 """The largest entry of a whole tensor is the largest of its parts'."""
 
 

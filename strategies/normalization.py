@@ -87,7 +87,7 @@ def _grouped(x: Spec) -> tuple[str, str]:
 def _within_groups(x: Spec, spatial: str, build: Any) -> tuple[str, dict[str, Lowering]]:
     """What groups are normalized over and cannot be split, and what may be by other code, all of it together."""
     within = "c" + spatial
-    return ("", dict.fromkeys(within, Lowering(build))) if math.prod(x.shape) else (within, {})
+    return ("", dict.fromkeys(within, Lowering(build, anywhere=True))) if math.prod(x.shape) else (within, {})
 
 
 @rule(aten.native_group_norm.default)
@@ -338,7 +338,7 @@ def _build_backward(
 def _lowered(names: str, build: Any) -> dict[str, Lowering]:
     """The same code for every letter but the channel's: they may be split together."""
     # One object for all letters: samples and positions may be split at once, over several axes.
-    lowering = Lowering(build)
+    lowering = Lowering(build, anywhere=True)
     return {c: lowering for c in names if c != CHANNEL}
 
 

@@ -204,7 +204,7 @@ def _variance(x: Spec, dim: Dim, correction: float, keepdim: bool, *, root: bool
         return aten._to_copy.default(result, dtype=spec.dtype) if half else result
 
     spec = x
-    return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build)))
+    return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, anywhere=True)))
 
 
 def _corrected(root: bool) -> Callable[..., Rule]:
@@ -257,7 +257,7 @@ def _norm(target: Any) -> Callable[..., Rule]:
         # A maximum, which the lowering's powers cannot express.
         if math.isinf(power) or not x.ndim:
             return Rule(equation, blocked=reduced)
-        return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build)))
+        return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, anywhere=True)))
 
     return norm
 
@@ -271,7 +271,7 @@ def _whole_or_lowered(x: Spec, dim: Dim, keepdim: bool, build: Callable[..., Any
     equation, reduced = whole_equation(x, dim, keepdim)
     if build is None:
         return Rule(equation, blocked=reduced)
-    lowering = Lowering(build)
+    lowering = Lowering(build, anywhere=True)
     return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, lowering))
 
 

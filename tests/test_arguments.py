@@ -205,7 +205,7 @@ def of(parallel: Parallel) -> list[tuple[str, Callable[..., Any], dict[str, Any]
         }),
         ("Rule", Rule, {"equation": "ab->ab"}, OF_RULE),
         ("Spec", Spec, {}, {"shape": [1, None, "ab", [1, 2]]}),
-        ("Lowering", Lowering, {"build": print}, {"build": NO_FUNCTION, "together": [None, *NO_FLAG], "least": [0, None, *NO_WHOLE], "multiple": [0, None, *NO_WHOLE], "axes": [-1, None, *NO_WHOLE], "first": [None, *NO_FLAG], "places": [None, *NO_FLAG]}),
+        ("Lowering", Lowering, {"build": print}, {"build": NO_FUNCTION, "together": [None, *NO_FLAG], "least": [0, None, *NO_WHOLE], "multiple": [0, None, *NO_WHOLE], "axes": [-1, None, *NO_WHOLE], "first": [None, *NO_FLAG], "places": [None, *NO_FLAG], "anywhere": [None, *NO_FLAG]}),
         ("rule", lambda target: rule(target), {}, {"target": [1, None, "", "mm", torch.mm, []]}),
         ("rule's function", lambda function: rule("no.such")(function), {}, {"function": NO_FUNCTION}),
         ("checkpoint.save", checkpoint.save, {"folder": "x", "model": module}, save),

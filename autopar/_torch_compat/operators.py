@@ -115,8 +115,9 @@ def attention_kernel(
 
 
 def scaled_mm(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """``(a * scale_a) @ (b * scale_b)`` of float8 matrices, ``a`` row-major and ``b`` column-major, summed in float32.
 
     Args:
@@ -125,15 +126,17 @@ def scaled_mm(
         scale_a: float32, ``[1, 1]`` or ``[rows, 1]``.
         scale_b: float32, ``[1, 1]`` or ``[1, columns]``.
         dtype: of the result.
+        out: where it is written, row-major; by default new memory.
     """
     # Without fast accumulation: tensor cores of Hopper add up some products in fewer bits with it.
     try:
-        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=False)
+        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=False, out=out)
     except RuntimeError:
         if a.device.type != "cpu":
             raise
         # On CPUs torch 2.11 has one scale for a matrix only.
-        return (torch.mm(a.float(), b.float()) * scale_a * scale_b).to(dtype)
+        found = (torch.mm(a.float(), b.float()) * scale_a * scale_b).to(dtype)
+        return found if out is None else out.copy_(found)
 
 
 @torch.library.register_fake("aten::_grouped_mm")  # type: ignore[untyped-decorator]

@@ -84,6 +84,8 @@ class Lowering:
         first: of several letters a tensor that has more than one is split along the first of them, and has all of the
             others; else there is no such strategy.
         places: arguments are places along the whole letter, which the operator itself would not find on one device.
+        anywhere: it does not matter which elements of the letter a device has, such as for a maximum over all of them:
+            any factor of the letter may be split, and not its first alone.
     """
 
     build: Callable[..., Any]
@@ -93,13 +95,14 @@ class Lowering:
     axes: int = 0
     first: bool = False
     places: bool = False
+    anywhere: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what is no function."""
         require(
             build=(self.build, FUNCTION), together=(self.together, FLAG), least=(self.least, whole(1)),
             multiple=(self.multiple, whole(1)), axes=(self.axes, whole(0)), first=(self.first, FLAG),
-            places=(self.places, FLAG),
+            places=(self.places, FLAG), anywhere=(self.anywhere, FLAG),
         )  # fmt: skip
 
     def takes(self, size: int, axes: int) -> bool:

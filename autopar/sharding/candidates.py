@@ -92,7 +92,8 @@ def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:
         return []
     found = []
     for j, _ in enumerate(letter.factors):
-        if j and name in rule.lower:  # its code counts consecutive blocks of the whole letter
+        # Code of its own counts consecutive blocks of the whole letter.
+        if j and name in rule.lower and not rule.lower[name].anywhere:
             continue
         inputs: list[Placement] = [Replicate()] * len(operator.inputs)
         for i in rule.counts.get(name, ()):

@@ -35,13 +35,14 @@ from torch import fx
 from autopar.ir.graph import inherit_origin, is_backward
 from autopar.ir.node_info import ChunkedMove, graph_info, info, set_graph_info, set_info
 from autopar.ir.ops.collectives import c10d
-from autopar.ir.ops.rows import add_rows_, gather_rows_, multiply_rows_, new_rows, reduce_rows_, scatter_rows_
+from autopar.ir.ops.rows import add_rows_, gather_rows_, new_rows, reduce_rows_, scatter_rows_
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
 from autopar.rules.shapes.local_shapes import propagate
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.chunks.cost import chunks_of, collective_of, part_of
-from autopar.sharding.chunks.sites import GATHER, REDUCE, Site, in_the_way, matrix_views, site_at
+from autopar.sharding.chunks.products import of_rows, others
+from autopar.sharding.chunks.sites import GATHER, REDUCE, Site, in_the_way, site_at, views_of
 from autopar.sharding.graph_order import gradient_moves, parameter_only, reorder
 from autopar.sharding.node_seconds import NodeSeconds
 
@@ -161,20 +162,20 @@ class _Emitter:
         spans = list(self._spans())
         with self.graph.inserting_before(site.collective):
             gathered = send(gathered, *spans[0])
-        for old in site.products:
-            for view in list(matrix_views(old))[-2::-1]:
+        for operand in (operand for old in site.products for operand in others(old)):
+            for view in list(views_of(operand))[-2::-1]:
                 if self.order.get(view, -1) > self.order[first]:
                     first.prepend(view)
         with self.graph.inserting_before(first):
-            results = [self._call(p, new_rows, p.args[1], rows, p.meta["val"].shape[1]) for p in site.products]
+            results = [self._room(p, p, rows) for p in site.products]
             for i, (start, stop) in enumerate(spans):
                 here = gathered = self._wait(gathered)
                 if i + 1 < len(spans):
                     gathered = send(gathered, *spans[i + 1])
-                part = self._call(first, aten.narrow.default, here, 0, start * self._unit, (stop - start) * self._unit)
+                at, count = start * self._unit, (stop - start) * self._unit
+                part = self._call(first, aten.narrow.default, here, 0, at, count)
                 results = [
-                    self._call(p, multiply_rows_, r, part, p.args[1], start * self._unit)
-                    for p, r in zip(site.products, results, strict=True)
+                    self._multiply(p, r, part, at, count, at) for p, r in zip(site.products, results, strict=True)
                 ]
             self._stand_in(site.value, gathered)
         for old, new in zip(site.products, results, strict=True):
@@ -184,17 +185,15 @@ class _Emitter:
     def _sum(self) -> None:
         """The sum of each chunk is issued when it is multiplied, but not before that of the one before is over."""
         site, old = self.site, self.site.products[0]
-        rows, columns = old.meta["val"].shape
+        rows = old.meta["val"].shape[0]
         axis, scatters = collective_of(site.collective).axis, site.kind != REDUCE
         # Who else reads the terms of the sum gets them whole; else all-reduces overwrite them.
         kept = len(site.source.users) > 1
         terms: fx.Node | None = None
         with self.graph.inserting_before(site.collective):
-            summed = self._call(
-                site.collective, new_rows, old.args[0], rows // (site.parts if scatters else 1), columns
-            )
+            summed = self._room(site.collective, old, rows // (site.parts if scatters else 1))
             if kept:
-                terms = self._call(old, new_rows, old.args[0], rows, columns)
+                terms = self._room(old, old, rows)
             for start, stop in self._spans():
                 at, count = start * self._unit, (stop - start) * self._unit
                 if not kept and not scatters:
@@ -203,7 +202,7 @@ class _Emitter:
                     summed = self._send(start, stop - start, reduce_rows_, summed, part, at, axis)
                     continue
                 if terms is None:
-                    part = self._terms(self._call(old, new_rows, old.args[0], count, columns), 0, at, count)
+                    part = self._terms(self._room(old, old, count), 0, at, count)
                 else:
                     terms = self._terms(terms, at, at, count)
                     part = self._call(old, aten.narrow.default, terms, 0, at, count)
@@ -225,9 +224,8 @@ class _Emitter:
     def _terms(self, into: fx.Node, place: int, at: int, count: int) -> fx.Node:
         """Write the terms of some rows, from ``at`` on, into rows from ``place`` on."""
         old = self.site.products[0]
-        left, right = old.args
-        part = self._call(old, aten.narrow.default, left, 0, at, count)
-        terms = self._call(old, multiply_rows_, into, part, right, place)
+        part = self._call(old, aten.narrow.default, old.args[0], 0, at, count)
+        terms = self._multiply(old, into, part, at, count, place)
         if self.site.added is None:
             return terms
         total, term = self.site.added
@@ -236,6 +234,19 @@ class _Emitter:
         flat = self._call(total, aten.reshape.default, other, list(old.meta["val"].shape))
         own = self._call(total, aten.narrow.default, flat, 0, at, count)
         return self._call(total, add_rows_, terms, own, place)
+
+    def _room(self, like: fx.Node, product: fx.Node, rows: int) -> fx.Node:
+        """Memory for rows of a product."""
+        matrix, value = others(product)[0], product.meta["val"]
+        dtype = () if matrix.meta["val"].dtype == value.dtype else (value.dtype,)
+        return self._call(like, new_rows, matrix, rows, value.shape[1], *dtype)
+
+    def _multiply(self, product: fx.Node, into: fx.Node, rows: fx.Node, at: int, count: int, place: int) -> fx.Node:
+        """Write a product's rows from ``at`` on, the first operand's being there, into rows from ``place`` on."""
+        target, given = of_rows(
+            product, rows, lambda operand: self._call(product, aten.narrow.default, operand, 0, at, count)
+        )
+        return self._call(product, target, into, *given, place)
 
     def _stand_in(self, old: fx.Node, rows: fx.Node) -> None:
         """Let rows, in the shape of a value, stand for it."""

@@ -11,19 +11,26 @@ from torch import fx
 from autopar._torch_compat import inductor_lacks
 from tests.distributed.launch import Ranks, mesh_of
 from tests.distributed.models import residuals, slow_links
+from tests.float8_layers import in_float8
 
 pytestmark = pytest.mark.distributed
 
 
-def steps(rank: int, recipe: str, pins: dict[str, Any], backend: Any = False) -> tuple[float, list[str]]:
+def steps(
+    rank: int, recipe: str, pins: dict[str, Any], backend: Any = False, scaling: Any = None
+) -> tuple[float, list[str]]:
     """The largest difference of losses, gradients and parameters, and which operators write rows."""
+    from autopar import Float8, Precision, Search, parallelize
     from autopar.ir.ops.rows import WRITES_ROWS
-    from autopar.parallelize import parallelize
-    from autopar.search.options import Search
 
     (model, batch), (plain, _) = residuals(), residuals()
-    search = Search(recipe=recipe, pins=pins)
-    module: Any = parallelize(model, mesh_of(2, 2), batch, cluster=slow_links(), search=search, compile=backend)
+    wide, options = torch.float64, dict[str, Any]()
+    if scaling is not None:
+        plain, options = in_float8(plain, scaling), {"precision": Precision(wide, wide, wide, Float8(scaling))}
+    search = Search(recipe=recipe, pins=pins, inexact=("fp8",) if scaling else ())
+    module: Any = parallelize(
+        model, mesh_of(2, 2), batch, cluster=slow_links(), search=search, compile=backend, **options
+    )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (module, plain)]
     worst = 0.0
     for _ in range(2):
@@ -54,14 +61,18 @@ def _difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kinds"),
+    ("recipe", "kinds", "scaling"),
     [
-        ("megatron-sequence", ("gather", "multiply", "scatter")),
-        pytest.param("megatron", ("multiply", "reduce"), marks=pytest.mark.deep),
+        ("megatron-sequence", ("gather", "multiply", "scatter"), None),
+        ("megatron-sequence", ("gather", "multiply_float8", "scatter"), "rowwise"),
+        pytest.param("megatron", ("multiply", "reduce"), None, marks=pytest.mark.deep),
+        pytest.param("megatron", ("multiply_float8", "reduce"), "tensorwise", marks=pytest.mark.deep),
     ],
 )
-def test_steps_equal_those_of_one_device(ranks: Ranks, recipe: str, kinds: tuple[str, ...]) -> None:
-    for worst, written in ranks.run(steps, recipe, {}):
+def test_steps_equal_those_of_one_device(
+    ranks: Ranks, recipe: str, kinds: tuple[str, ...], scaling: str | None
+) -> None:
+    for worst, written in ranks.run(steps, recipe, {}, False, scaling):
         assert worst < 1e-12
         assert {f"autopar::{kind}_rows_" for kind in kinds} <= set(written)
 

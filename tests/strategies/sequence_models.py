@@ -153,13 +153,15 @@ class Residual(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Pooling with windows that overlap and that tile, transposed convolutions back, single rows and maxima."""
+    """Pooling with windows that overlap and that tile, transposed convolutions back, single rows, maxima, and what is
+    over the tokens of all samples.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inside, self.out, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(16, 4)
-        self.longer = nn.ConvTranspose1d(8, 8, 4, 2, 1)
+        self.longer, self.norm = nn.ConvTranspose1d(8, 8, 4, 2, 1), nn.BatchNorm1d(8)
         self.again = nn.ConvTranspose1d(8, 8, 3, 2, 1, output_padding=1, groups=2, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,6 +173,9 @@ class Pooled(nn.Module):
         some = h[:, 5] * h[:, 7:9].sum(1), (h * h[:, -1:]).sum(1)
         largest, first = h.max(1, keepdim=True)
         h = h + largest * (h.argmin(1, keepdim=True) - first).sin()
+        tokens = h.flatten(0, 1)
+        scaled = self.norm(tokens / (1 + tokens.std(0))) * tokens.norm(dim=0).sin() - tokens.amax(0)
+        h = h + scaled.unflatten(0, h.shape[:2])
         return h.square().mean() + self.head(torch.cat(some, -1)).square().mean()
 
 
@@ -265,7 +270,7 @@ MODELS: dict[str, tuple[type[nn.Module], Tensor]] = {
     "selective": (Selective, _drawn(2, 16, 8)),
     "chunks": (Chunks, _drawn(2, 32, 8)),
     "residual": (Residual, _drawn(2, 3, 32)),
-    "pooled": (Pooled, _drawn(2, 32, 8)),
+    "pooled": (Pooled, _drawn(2, 64, 8)),
     "patches": (Patches, _drawn(2, 3, 16, 8)),
     "image": (Image, _drawn(2, 3, 16, 8)),
 }

@@ -12,12 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ir.ops import float8
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, c10d
 
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("new_rows(Tensor like, int rows, int columns) -> Tensor")
+_library.define("new_rows(Tensor like, int rows, int columns, ScalarType? dtype=None) -> Tensor")
 _library.define("multiply_rows_(Tensor(a!) whole, Tensor rows, Tensor matrix, int start) -> Tensor(a!)")
+_library.define(
+    "multiply_float8_rows_(Tensor(a!) whole, Tensor rows, Tensor matrix, Tensor scale_rows, Tensor scale_matrix, "
+    "str format_rows, str format_matrix, int start) -> Tensor(a!)"
+)
 _library.define("gather_rows_(Tensor(a!) whole, Tensor rows, int start, int parts, str group) -> Tensor(a!)")
 _library.define("scatter_rows_(Tensor(a!) whole, Tensor terms, int start, int parts, str group) -> Tensor(a!)")
 _library.define("reduce_rows_(Tensor(a!) whole, Tensor terms, int start, str group) -> Tensor(a!)")
@@ -25,12 +30,24 @@ _library.define("add_rows_(Tensor(a!) whole, Tensor rows, int start) -> Tensor(a
 _library.define("fill_rows_(Tensor(a!) whole, int dim, int blocks, int start, Scalar number) -> Tensor(a!)")
 
 
-def _new_rows(like: Tensor, rows: int, columns: int) -> Tensor:
-    return like.new_empty((rows, columns))
+def _new_rows(like: Tensor, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty((rows, columns), dtype=dtype)
 
 
 def _multiply_rows(whole: Tensor, rows: Tensor, matrix: Tensor, start: int) -> Tensor:
     torch.mm(rows, matrix, out=whole.narrow(0, start, rows.shape[0]))
+    return whole
+
+
+def _multiply_float8_rows(
+    whole: Tensor, rows: Tensor, matrix: Tensor, scale_rows: Tensor, scale_matrix: Tensor, format_rows: str,
+    format_matrix: str, start: int,
+) -> Tensor:  # fmt: skip
+    out = whole.narrow(0, start, rows.shape[0])
+    if scale_rows.is_floating_point():
+        float8.product_into(out, rows, matrix, scale_rows, scale_matrix, format_rows, format_matrix)
+    else:
+        out.copy_(float8.block_product(rows, matrix, scale_rows, scale_matrix, format_rows, format_matrix, whole.dtype))
     return whole
 
 
@@ -67,7 +84,8 @@ def _fill_rows(whole: Tensor, dim: int, blocks: int, start: int, number: float) 
 
 
 for _name, _function in (
-    ("multiply_rows_", _multiply_rows), ("gather_rows_", _gather_rows), ("scatter_rows_", _scatter_rows),
+    ("multiply_rows_", _multiply_rows), ("multiply_float8_rows_", _multiply_float8_rows),
+    ("gather_rows_", _gather_rows), ("scatter_rows_", _scatter_rows),
     ("reduce_rows_", _reduce_rows), ("add_rows_", _add_rows), ("fill_rows_", _fill_rows),
 ):  # fmt: skip
     _library.impl(_name, _function, "CompositeExplicitAutograd")
@@ -75,10 +93,14 @@ for _name, _function in (
 _library.impl("new_rows", _new_rows, "CompositeExplicitAutograd")
 
 new_rows = torch.ops.autopar.new_rows.default
-"""Memory for ``[rows, columns]``, in which nothing is written yet."""
+"""Memory for ``[rows, columns]``, in which nothing is written yet, by default in the dtype of a tensor."""
 
 multiply_rows_ = torch.ops.autopar.multiply_rows_.default
 """``whole[start:start + n] = rows @ matrix``, of ``[n, depth]`` and ``[depth, columns]``."""
+
+multiply_float8_rows_ = torch.ops.autopar.multiply_float8_rows_.default
+"""``whole[start:start + n]``: the product of two float8 matrices, ``[n, depth]`` and ``[columns, depth]``, with the
+arguments of `autopar.ir.ops.float8.product`, or of ``block_product`` where scales are bytes."""
 
 gather_rows_ = torch.ops.autopar.gather_rows_.default
 """``whole[start:start + parts n]``: the rows ``[n, ...]`` of all devices of a group, one after the other."""
@@ -95,7 +117,9 @@ add_rows_ = torch.ops.autopar.add_rows_.default
 fill_rows_ = torch.ops.autopar.fill_rows_.default
 """A number in all that is behind the first ``start`` elements of each of the equal ``blocks`` of a dim."""
 
-WRITES_ROWS = frozenset({multiply_rows_, gather_rows_, scatter_rows_, reduce_rows_, add_rows_, fill_rows_})
+WRITES_ROWS = frozenset({
+    multiply_rows_, multiply_float8_rows_, gather_rows_, scatter_rows_, reduce_rows_, add_rows_, fill_rows_,
+})  # fmt: skip
 """All of these operators."""
 
 GROUP_ARGUMENT |= {gather_rows_: 4, scatter_rows_: 4, reduce_rows_: 3}

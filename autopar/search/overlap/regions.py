@@ -21,6 +21,7 @@ from autopar.ir.ops.formula.attention_rows import attention_rows, attention_rows
 from autopar.ir.ops.sequence.masked_attention import attention_masked, attention_masked_backward
 from autopar.ir.program import Program, draws
 from autopar.search.overlap.buckets import Unit
+from autopar.sharding.chunks.products import PRODUCTS
 
 aten = torch.ops.aten
 
@@ -221,7 +222,7 @@ def _chunkable(
     read: set[Value] = set()
     for node in reversed(program.sources):
         sources = program.sources[node]
-        if node.target is aten.mm.default:
+        if node.target in PRODUCTS:
             read.add(sources[0])
         elif node.target is aten.reshape.default and (node, 0) in read:
             read.update(sources)
@@ -229,7 +230,7 @@ def _chunkable(
     added: set[Value] = set()
     for node, sources in program.sources.items():
         reshapes = node.target is aten.reshape.default
-        if node.target is aten.mm.default or (reshapes and sources[0] in made):
+        if node.target in PRODUCTS or (reshapes and sources[0] in made):
             made.add((node, 0))
         elif (reshapes and sources[0] in added) or (node.target is aten.add.Tensor and not made.isdisjoint(sources)):
             added.add((node, 0))

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.costs.kernels import kernel_seconds, product, stream
+from autopar.costs.kernels import kernel_seconds, stream
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import Collective
+from autopar.sharding.chunks.products import rate_of, rows_work
 from autopar.sharding.chunks.sites import GATHER, REDUCE, Site
 from autopar.sharding.chunks.sizes import best_chunks, exposed
 from autopar.sharding.node_seconds import NodeSeconds
@@ -65,14 +66,13 @@ def _product_seconds(site: Site, units: int, seconds: NodeSeconds) -> float:
     """Of the products of so many units of rows."""
     rows, found = units * site.rows // site.units, 0.0
     for node in site.products:
-        value, depth = node.meta["val"], node.all_input_nodes[0].meta["val"].shape[1]
-        name = str(value.dtype).removeprefix("torch.")
-        dtype = name if name in seconds.machine.device.flops else "float32"
-        work = product(rows, value.shape[1], depth, item=value.element_size())
-        found += float(kernel_seconds(work, dtype, seconds.machine.device)[0])
+        value, given = node.meta["val"], node.all_input_nodes[0].meta["val"]
+        rate = rate_of(node, seconds.machine.device)
+        work = rows_work(rows, given, value.shape[1], value.dtype)
+        found += float(kernel_seconds(work, rate, seconds.machine.device)[0])
         if site.added is not None:
             work = stream(3 * rows * value.shape[1] * value.element_size())
-            found += float(kernel_seconds(work, dtype, seconds.machine.device)[0])
+            found += float(kernel_seconds(work, rate, seconds.machine.device)[0])
     return found
 
 

@@ -20,6 +20,7 @@ from autopar.ir.layout import Layout, Partial, Replicate, Split, local_dims
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import c10d
 from autopar.ir.program import draws
+from autopar.sharding.chunks.products import PRODUCTS, others
 from autopar.sharding.redistribute.move_seconds import PIECES
 from autopar.sharding.redistribute.moves import Machine
 
@@ -195,7 +196,7 @@ def _with_products(site: Site, order: Mapping[fx.Node, int]) -> Site | None:
 def _with_maker(site: Site, order: Mapping[fx.Node, int]) -> Site:
     """The product whose terms are summed, and which nothing else reads."""
     whole = _behind_views(site.source)
-    if whole.target is aten.mm.default and len(site.source.users) == 1 and _together(whole, site.collective):
+    if whole.target in PRODUCTS and len(site.source.users) == 1 and _together(whole, site.collective):
         return replace(site, products=(whole,))
     if whole.target is not aten.add.Tensor or whole.kwargs or len(whole.all_input_nodes) != 2:
         return site
@@ -204,7 +205,7 @@ def _with_maker(site: Site, order: Mapping[fx.Node, int]) -> Site:
         (other,) = (n for n in whole.all_input_nodes if n is not term)
         product, value = _behind_views(term), whole.meta["val"]
         alike = all(n.meta["val"].shape == value.shape and n.meta["val"].dtype == value.dtype for n in (term, other))
-        if product.target is aten.mm.default and alike and len(term.users) == 1 and _together(product, site.collective):
+        if product.target in PRODUCTS and alike and len(term.users) == 1 and _together(product, site.collective):
             return replace(site, products=(product,), added=(whole, term))
     return site
 
@@ -228,17 +229,19 @@ def _readers(site: Site, order: Mapping[fx.Node, int]) -> tuple[fx.Node, ...]:
     found: list[fx.Node] = []
     for view in views:
         for user in view.users:
-            product = user.target is aten.mm.default and user.args[0] is view and user.args[1] is not view
+            product = user.target in PRODUCTS and user.args[0] is view and view not in others(user)
             if product and _together(user, site.collective) and not (found and found[0].args[0] is not view):
                 found.append(user)
     found.sort(key=lambda n: order[n])
-    roots = {n: list(matrix_views(n))[-1] for n in found}
-    return tuple(n for n in found if order[roots[n]] < order[found[0]] and not _depends_on(roots[n], site.value, order))
+    roots = {n: [list(views_of(operand))[-1] for operand in others(n)] for n in found}
+    return tuple(
+        n for n in found
+        if all(order[r] < order[found[0]] and not _depends_on(r, site.value, order) for r in roots[n])
+    )  # fmt: skip
 
 
-def matrix_views(product: fx.Node) -> Iterator[fx.Node]:
-    """The right matrix of a product, and what it is a view of, one after the other."""
-    node = product.all_input_nodes[1]
+def views_of(node: fx.Node) -> Iterator[fx.Node]:
+    """An operand of a product, and what it is a view of, one after the other."""
     yield node
     while node.target in _VIEWS and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx
 
+from autopar import Float8, Precision
 from autopar.compiler import plan as plan_of
 from autopar.compiler import program_of, rewrite, solve
 from autopar.ir.node_info import graph_info, info
@@ -39,9 +40,11 @@ MESHES = ({"gpu": 4}, {"data": 2, "gpu": 2})
 
 @cache
 def captured(name: str) -> tuple[Program, tuple[torch.Tensor, ...]]:
-    if name == "residuals":
+    if name.startswith("residuals"):
         model, batch = residuals()
-        program = program_of(model, batch)
+        scaling = name.removeprefix("residuals").strip()
+        precision = Precision(torch.float64, torch.float64, torch.float64, Float8(scaling)) if scaling else None
+        program = program_of(model, batch, precision=precision)
         return program, tuple(global_values(program, model, batch))
     program, _, values = models.captured(name, layers=1) if name == "llama" else models.captured(name)
     return program, tuple(values)
@@ -69,6 +72,8 @@ def written(local: Program) -> Counter[str]:
 CASES = [
     ("residuals", "megatron-sequence", MESHES[0], 4e4, ("gather", "scatter", "multiply")),
     ("residuals", "megatron", MESHES[1], 4e4, ("reduce", "multiply")),
+    ("residuals rowwise", "megatron-sequence", MESHES[0], 4e4, ("gather", "scatter", "multiply_float8")),
+    ("residuals tensorwise", "megatron", MESHES[1], 4e4, ("reduce", "multiply_float8")),
     *(
         pytest.param(*case, marks=pytest.mark.deep)
         for case in (
@@ -218,7 +223,14 @@ def random_plan_of(name: str, seed: int) -> tuple[Program, Plan]:
 
 
 @pytest.mark.parametrize(
-    ("name", "seeds"), [("residuals", range(4)), pytest.param("llama", range(40), marks=pytest.mark.deep)]
+    ("name", "seeds"),
+    [
+        ("residuals", range(4)),
+        ("residuals tensorwise", range(2)),
+        ("residuals rowwise", range(2)),
+        pytest.param("residuals delayed", range(8), marks=pytest.mark.deep),
+        pytest.param("llama", range(40), marks=pytest.mark.deep),
+    ],
 )
 def test_random_plans_compute_the_same(name: str, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib import import_module
@@ -230,7 +242,7 @@ def test_random_plans_compute_the_same(name: str, seeds: range, monkeypatch: pyt
     for seed in seeds:
         program, plan = random_plan_of(name, seed)
         local = rewrite(program, plan)
-        sites += written(local)["multiply_rows_"]
+        sites += written(local)["multiply_rows_"] + written(local)["multiply_float8_rows_"]
         assert compare(program, local, plan, list(captured(name)[1]), torch.float64).max_error < 1e-10
     assert sites > 0
 

@@ -4,9 +4,9 @@ from autopar.ir.ops.float8.blocks import BLOCK, block_product, block_quantize, b
 from autopar.ir.ops.float8.delayed import amax, delayed_scale
 from autopar.ir.ops.float8.formats import FORMATS, Format, quantize, scale
 from autopar.ir.ops.float8.histories import GRADIENT, INPUT, WEIGHT
-from autopar.ir.ops.float8.products import product
+from autopar.ir.ops.float8.products import product, product_into
 
 __all__ = [
     "BLOCK", "FORMATS", "GRADIENT", "INPUT", "WEIGHT", "Format", "amax", "block_product", "block_quantize",
-    "block_scale", "delayed_scale", "product", "quantize", "scale",
+    "block_scale", "delayed_scale", "product", "product_into", "quantize", "scale",
 ]  # fmt: skip

@@ -48,6 +48,17 @@ def takes_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: 
     return (rowwise or tensorwise) and b.shape[0] % MULTIPLE == 0 and b.shape[1] % MULTIPLE == 0
 
 
+def product_into(
+    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format_a: str, format_b: str
+) -> None:
+    """Write `product` into memory for it, ``[rows, columns]``, in its dtype; without a copy where a kernel does it."""
+    if takes_kernel(a, b, scale_a, scale_b, out.dtype):
+        left, right = a.view(FORMATS[format_a].dtype), b.view(FORMATS[format_b].dtype)
+        scaled_mm(left, right.t(), scale_a, scale_b.t(), out.dtype, out)
+    else:
+        out.copy_(_product(a, b, scale_a, scale_b, format_a, format_b, out.dtype))
+
+
 def _product(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, format_a: str, format_b: str, dtype: torch.dtype
 ) -> Tensor:
