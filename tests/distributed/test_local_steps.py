@@ -406,8 +406,9 @@ def test_a_worker_out_of_step_is_named(ranks: Ranks) -> None:
         assert "outer exchange 1" in said and "local steps differs: ranks 2, 3 have 1, ranks 0, 1 have 2" in said
 
 
-def failing(rank: int, compressed: bool) -> tuple[str, float]:
-    """An error of one worker alone, in its optimizer's step."""
+def failing(rank: int, compressed: bool, where: str) -> tuple[str, float]:
+    """An error of one worker alone, in its optimizer's step or outside of it, while its process lives on."""
+    import sys
     import time
 
     import autopar
@@ -421,24 +422,50 @@ def failing(rank: int, compressed: bool) -> tuple[str, float]:
     else:
         autopar.LocalSteps(model, optimizer, every=2)
     trained(model, optimizer, range(2))
-    if rank == 1:
-        model.up.bias.requires_grad_(False)
     begun = time.monotonic()
     try:
+        if rank == 1 and where == "step":
+            model.up.bias.requires_grad_(False)
+        elif rank == 1 and where != "script":
+            model(torch.zeros(8, 15, dtype=torch.float64), mlp_batch(2)["y"])
+        elif rank == 1:
+            raise ValueError("the file of batch 3 is gone")
         trained(model, optimizer, range(2, 6))
     except Exception as e:
+        if where == "goes on":
+            time.sleep(2)  # while the other one waits
+            trained(model, optimizer, range(2, 6))
+            return "", 0.0
+        if where == "script":
+            sys.excepthook(*sys.exc_info())  # as the interpreter does, of a process that has a thread which goes on
         return f"{type(e).__name__}: {e}", time.monotonic() - begun
     return "", 0.0
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-def test_a_worker_that_fails_in_a_step_is_heard_of(compressed: bool) -> None:
+@pytest.mark.parametrize(
+    ("compressed", "where"),
+    [
+        (False, "step"),
+        (True, "step"),
+        (False, "forward"),
+        (True, "script"),
+        (False, "goes on"),
+        pytest.param(False, "script", marks=pytest.mark.deep),
+        pytest.param(True, "forward", marks=pytest.mark.deep),
+    ],
+)
+def test_a_worker_that_fails_is_heard_of(compressed: bool, where: str) -> None:
     ranks = Ranks(2)
     try:
-        other, own = ranks.run(failing, compressed)
+        other, own = ranks.run(failing, compressed, where)
     finally:
         ranks.close()
-    if compressed:  # which lets parameters be frozen, on all workers
+    if where == "goes on":
+        assert not other[0] and not own[0], (own, other)
+    elif where != "step":
+        said = "the file of batch 3 is gone" if where == "script" else "a forward pass of Mlp: "
+        assert other[0].startswith("RankError") and "rank 1 failed at " in other[0] and said in other[0], other
+    elif compressed:  # which lets parameters be frozen, on all workers
         why = (
             "which parameters are trained in step 3 of Mlp of compressed gradients differ: rank 1 has all but 'up.bias'"
         )
