@@ -301,6 +301,34 @@ def quantized(rank: int, bits: int, feedback: bool) -> tuple[bool, int, int]:
     return same, local.bytes_sent, sum(t.numel() for t in caught.values())
 
 
+def copies(rank: int, bits: int) -> tuple[list[str], float]:
+    """Parameters that the devices of a worker all have, beside others that they split, in fragments with both."""
+    import autopar
+    from autopar.runtime.dtensor import to_local
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        return {k: v.float() for k, v in mlp_batch(step).items()}
+
+    search = searching(SHARDED, pins={"up.bias": ("R",), "down.bias": ("R",)})
+    model = autopar.parallelize(mlp().float(), mesh_of(2, 2), batch(0), search=search, timeout=WAIT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    autopar.LocalSteps(model, optimizer, every=1, bits=bits)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(**batch(step))["loss"].backward()
+        optimizer.step()
+    everywhere = [n for n, p in model.named_parameters() if to_local(p).numel() == p.numel()]
+    own = {n: to_local(model.get_parameter(n)).detach() for n in everywhere}
+    every_rank = model._autopar.context.workers.everyone.gather(own, "copies")
+    return everywhere, max(largest_difference(other, own) for other in every_rank)
+
+
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.deep)])
+def test_devices_of_a_worker_have_the_same_of_what_they_all_have(ranks: Ranks, bits: int) -> None:
+    for everywhere, difference in ranks.run(copies, bits):
+        assert everywhere == ["up.bias", "down.bias"] and difference == 0.0
+
+
 @pytest.mark.parametrize(
     ("bits", "feedback"),
     [(8, True), pytest.param(8, False, marks=pytest.mark.deep), pytest.param(4, True, marks=pytest.mark.deep)],
