@@ -163,6 +163,10 @@ class Session:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
+        with self.context.telling_workers(f"a forward pass of {self.name}"):
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_tracers()
         refuse_hooks_of_all_modules()
         with self.alone():

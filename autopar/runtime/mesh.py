@@ -174,6 +174,10 @@ class MeshContext:
         """
         return nullcontext() if self.control is None else self.control.during(what, in_step=in_step, locate=locate)
 
+    def telling_workers(self, what: str) -> AbstractContextManager[None]:
+        """Within, an error is heard of by the other workers, where there are some: they wait for this one later."""
+        return nullcontext() if self.workers is None else self.workers.everyone.telling_apart(what)
+
 
 def portable(error: Exception) -> Exception:
     """The error itself if it survives pickling, else one that says the same."""

@@ -184,6 +184,10 @@ def wrong(rank: int) -> None:
         compressed.load_state_dict({"settings": str(compressed.settings), "steps": 1})
     with pytest.raises(AutoparError, match=r"what is loaded has no error of 'up\.weight'"):
         compressed.load_state_dict({"settings": str(compressed.settings), "steps": 1, "frozen": {}})
+    state = compressed.state_dict()
+    state["tensors"]["error.up.weight"] = torch.zeros(3)
+    with pytest.raises(AutoparError, match=r"what is loaded of 'up\.weight' is of \(3,\), and here it is \("):
+        compressed.load_state_dict(state)
     # Whose error it is: on every rank the same.
     model(**mlp_batch(0))["loss"].backward()
     if rank == 1:

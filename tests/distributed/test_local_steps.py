@@ -301,6 +301,34 @@ def quantized(rank: int, bits: int, feedback: bool) -> tuple[bool, int, int]:
     return same, local.bytes_sent, sum(t.numel() for t in caught.values())
 
 
+def copies(rank: int, bits: int) -> tuple[list[str], float]:
+    """Parameters that the devices of a worker all have, beside others that they split, in fragments with both."""
+    import autopar
+    from autopar.runtime.dtensor import to_local
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        return {k: v.float() for k, v in mlp_batch(step).items()}
+
+    search = searching(SHARDED, pins={"up.bias": ("R",), "down.bias": ("R",)})
+    model = autopar.parallelize(mlp().float(), mesh_of(2, 2), batch(0), search=search, timeout=WAIT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    autopar.LocalSteps(model, optimizer, every=1, bits=bits)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(**batch(step))["loss"].backward()
+        optimizer.step()
+    everywhere = [n for n, p in model.named_parameters() if to_local(p).numel() == p.numel()]
+    own = {n: to_local(model.get_parameter(n)).detach() for n in everywhere}
+    every_rank = model._autopar.context.workers.everyone.gather(own, "copies")
+    return everywhere, max(largest_difference(other, own) for other in every_rank)
+
+
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.deep)])
+def test_devices_of_a_worker_have_the_same_of_what_they_all_have(ranks: Ranks, bits: int) -> None:
+    for everywhere, difference in ranks.run(copies, bits):
+        assert everywhere == ["up.bias", "down.bias"] and difference == 0.0
+
+
 @pytest.mark.parametrize(
     ("bits", "feedback"),
     [(8, True), pytest.param(8, False, marks=pytest.mark.deep), pytest.param(4, True, marks=pytest.mark.deep)],
@@ -406,8 +434,9 @@ def test_a_worker_out_of_step_is_named(ranks: Ranks) -> None:
         assert "outer exchange 1" in said and "local steps differs: ranks 2, 3 have 1, ranks 0, 1 have 2" in said
 
 
-def failing(rank: int, compressed: bool) -> tuple[str, float]:
-    """An error of one worker alone, in its optimizer's step."""
+def failing(rank: int, compressed: bool, where: str) -> tuple[str, float]:
+    """An error of one worker alone, in its optimizer's step or outside of it, while its process lives on."""
+    import sys
     import time
 
     import autopar
@@ -421,24 +450,50 @@ def failing(rank: int, compressed: bool) -> tuple[str, float]:
     else:
         autopar.LocalSteps(model, optimizer, every=2)
     trained(model, optimizer, range(2))
-    if rank == 1:
-        model.up.bias.requires_grad_(False)
     begun = time.monotonic()
     try:
+        if rank == 1 and where == "step":
+            model.up.bias.requires_grad_(False)
+        elif rank == 1 and where != "script":
+            model(torch.zeros(8, 15, dtype=torch.float64), mlp_batch(2)["y"])
+        elif rank == 1:
+            raise ValueError("the file of batch 3 is gone")
         trained(model, optimizer, range(2, 6))
     except Exception as e:
+        if where == "goes on":
+            time.sleep(2)  # while the other one waits
+            trained(model, optimizer, range(2, 6))
+            return "", 0.0
+        if where == "script":
+            sys.excepthook(*sys.exc_info())  # as the interpreter does, of a process that has a thread which goes on
         return f"{type(e).__name__}: {e}", time.monotonic() - begun
     return "", 0.0
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-def test_a_worker_that_fails_in_a_step_is_heard_of(compressed: bool) -> None:
+@pytest.mark.parametrize(
+    ("compressed", "where"),
+    [
+        (False, "step"),
+        (True, "step"),
+        (False, "forward"),
+        (True, "script"),
+        (False, "goes on"),
+        pytest.param(False, "script", marks=pytest.mark.deep),
+        pytest.param(True, "forward", marks=pytest.mark.deep),
+    ],
+)
+def test_a_worker_that_fails_is_heard_of(compressed: bool, where: str) -> None:
     ranks = Ranks(2)
     try:
-        other, own = ranks.run(failing, compressed)
+        other, own = ranks.run(failing, compressed, where)
     finally:
         ranks.close()
-    if compressed:  # which lets parameters be frozen, on all workers
+    if where == "goes on":
+        assert not other[0] and not own[0], (own, other)
+    elif where != "step":
+        said = "the file of batch 3 is gone" if where == "script" else "a forward pass of Mlp: "
+        assert other[0].startswith("RankError") and "rank 1 failed at " in other[0] and said in other[0], other
+    elif compressed:  # which lets parameters be frozen, on all workers
         why = (
             "which parameters are trained in step 3 of Mlp of compressed gradients differ: rank 1 has all but 'up.bias'"
         )

@@ -18,7 +18,7 @@ from autopar.module.low_communication.choose_round import AUTO, Wanted, chosen, 
 from autopar.module.low_communication.compressed.step import first_infinite
 from autopar.module.low_communication.exchange import InFlight, fed_back, send, sent_bytes
 from autopar.module.low_communication.fragments import require_blocks, split_in_fragments
-from autopar.module.low_communication.outer import OuterState, require_exchangeable
+from autopar.module.low_communication.outer import OuterState, cuts_of, require_exchangeable
 from autopar.module.low_communication.settings import Settings
 from autopar.module.low_communication.tokens import Tokens, weight_of
 from autopar.module.low_communication.worker_exchange import WorkerExchange
@@ -177,7 +177,8 @@ class LocalSteps(WorkerExchange):
         device = torch.device("cpu") if self._host else own
         if self._host and own.type != "cpu":
             self._group = self._host_group()
-        return OuterState(tensors, self._fragments, device)
+        cuts = cuts_of(self._parameters()) if self.settings.bits is not None else None
+        return OuterState(tensors, self._fragments, device, cuts)
 
     def _host_group(self) -> ProcessGroup:
         """A group that sends from host memory."""

@@ -96,9 +96,20 @@ def load_saved_state(steps: LocalSteps, state: Mapping[str, Any]) -> None:
 
 
 def own_shard(model: ParallelModule, name: str, value: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a saved tensor."""
+    """This rank's shard of a saved tensor.
+
+    Raises:
+        AutoparError: it has another shape than the parameter.
+    """
     parameter: torch.Tensor = model.get_parameter(name)
     session = model._autopar
+    is_whole = isinstance(value, DTensor) or not isinstance(parameter, DTensor)
+    expected = parameter.shape if is_whole else to_local(parameter).shape
+    if value.shape != expected:
+        raise AutoparError(
+            f"what is loaded of {name!r} is of {tuple(value.shape)}, and here it is {tuple(expected)}: it is of "
+            "another model, or of other devices; load what these saved, or a checkpoint, which moves to other layouts"
+        )
     if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     known = session.types().get(name)

@@ -60,6 +60,7 @@ class Control:
         self.calls: list[int] = []
         self.steps = 0
         self.peers: list[tuple[str, int]] = []
+        self._told_apart = ""
         self.group = all_ranks
         # `during` needs a watch: until the ranks know of each other, one without a connection.
         self.watch = Watch(self.rank, self.interrupt)
@@ -191,8 +192,25 @@ class Control:
                 self._tell(what, e)
             raise
 
-    def _tell(self, what: str, error: Exception) -> None:
-        self.watch.fail(f"{what}, {type(error).__name__}", f"{what}: {type(error).__name__}: {error}")
+    @contextmanager
+    def telling_apart(self, what: str) -> Iterator[None]:
+        """Within, an error is heard of by others, which do not take part in it, but wait for this rank later.
+
+        This rank may go on after it, with another batch, say: the next one of these takes back what was told.
+        """
+        if self._told_apart:
+            self.watch.go_on(self._told_apart)
+            self._told_apart = ""
+        try:
+            yield
+        except Exception as e:
+            self._told_apart = self._tell(what, e)
+            raise
+
+    def _tell(self, what: str, error: Exception) -> str:
+        key = f"{what}, {type(error).__name__}"
+        self.watch.fail(key, f"{what}: {type(error).__name__}: {error}")
+        return key
 
     def failures(self) -> str:
         """What this rank has failed at. It must be the same on all ranks: else they are out of step."""

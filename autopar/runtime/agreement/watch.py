@@ -20,6 +20,8 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -27,7 +29,7 @@ T = TypeVar("T")
 CONNECT_TIMEOUT = 10.0
 """Seconds within which a rank must have its connection; without one, errors say less."""
 
-DIED, ENDED, FAILED = "died", "ended", "failed"
+DIED, ENDED, FAILED, GOES_ON = "died", "ended", "failed", "goes on"
 
 PATIENCE = {DIED: 0.5, ENDED: 1.0, FAILED: 5.0}
 """Seconds that a wait may go on after such an event: messages in flight arrive, or this rank fails in the same way."""
@@ -108,6 +110,7 @@ class Watch:
             # Unlike atexit's handlers, these run at the end of processes that multiprocessing forks, too.
             multiprocessing.util.Finalize(None, _weakly(self, Watch.close), exitpriority=100)
             os.register_at_fork(after_in_child=_weakly(self, Watch.close_in_fork))
+            _tell_of_uncaught_errors(self)
 
     def close(self) -> None:
         """Tell the others that this process ends by itself."""
@@ -128,6 +131,11 @@ class Watch:
         """Tell the others, which may wait for this rank, that it failed in the middle of a step."""
         self.own_failures.append(key)
         self._send({FAILED: text[:2000], "key": key})
+
+    def go_on(self, key: str) -> None:
+        """Take back what `fail` has told: whoever waits for this rank may do so."""
+        self.own_failures.remove(key)
+        self._send({GOES_ON: key})
 
     def enter(self, activity: Activity) -> Activity | None:
         """This thread may wait for others from now on. Returns what it did before, for `leave`."""
@@ -215,6 +223,9 @@ class Watch:
         with self._changed:
             if "at" in message:
                 self._answers[rank] = message["at"]
+            known = self.events.get(rank)
+            if known is not None and known.kind == FAILED and known.key == message.get(GOES_ON):
+                del self.events[rank]
             for kind in (DIED, ENDED, FAILED):
                 before = self.events.get(rank)
                 # The first cause counts: a process that ends closes its connection, which would then look like a death.
@@ -355,6 +366,23 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
+
+
+_told: weakref.WeakSet[Watch] = weakref.WeakSet()
+"""Watches whose other ranks hear of an error that nobody catches."""
+
+
+def _tell_of_uncaught_errors(watch: Watch) -> None:
+    """Tell when the error comes: a process may live on after it for long, with a thread or in a debugger."""
+    if getattr(sys.excepthook, "func", None) is not _uncaught:
+        sys.excepthook = partial(_uncaught, sys.excepthook)
+    _told.add(watch)
+
+
+def _uncaught(shown: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    for watch in list(_told):
+        watch.fail(f"its script, {kind.__name__}", f"its script: {kind.__name__}: {error}")
+    shown(kind, error, trace)
 
 
 def _weakly(owner: T, method: Callable[[T], None]) -> Callable[[], None]:

@@ -147,7 +147,8 @@ class _StepFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        with torch.no_grad():
+        context = ctx.call.step.context
+        with torch.no_grad(), context.telling_workers("a backward pass"):
             found = _StepFunction._backward(ctx, *gradients)
         if not torch.is_grad_enabled():
             return found

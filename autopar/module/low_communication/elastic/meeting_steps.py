@@ -24,7 +24,7 @@ from autopar.module.low_communication.elastic.words import Brought, giver_of, re
 from autopar.module.low_communication.exchange import fed_back, sent_bytes
 from autopar.module.low_communication.fragments import require_blocks, split_in_fragments
 from autopar.module.low_communication.optimizer_steps import OptimizerSteps
-from autopar.module.low_communication.outer import OuterState, require_exchangeable
+from autopar.module.low_communication.outer import OuterState, cuts_of, require_exchangeable
 from autopar.module.low_communication.settings import Settings
 from autopar.module.low_communication.tokens import Tokens
 from autopar.module.parallel_module import ParallelModule
@@ -137,7 +137,8 @@ class MeetingSteps(OptimizerSteps):
                 logger.info("elastic workers: %s", self.settings)
             sizes = {n: p.numel() for n, p in self.model.named_parameters() if n in tensors}
             fragments = split_in_fragments(sizes, self.settings.fragments)
-            self._outer = OuterState(tensors, fragments, torch.device("cpu"))
+            cuts = cuts_of(self._parameters()) if self.settings.bits is not None else None
+            self._outer = OuterState(tensors, fragments, torch.device("cpu"), cuts)
         return self._outer
 
     def _alive(self) -> None:
