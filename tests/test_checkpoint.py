@@ -291,6 +291,7 @@ def test_a_damaged_manifest_is_an_error(tmp_path: Path) -> None:
     [
         (("values", "optimizer"), None, r"values: Expected `object`, got `null` - at `\$.optimizer`"),
         (("values", "groups"), 3, r"values: Expected `object`, got `int` - at `\$.groups`"),
+        (("values", "groups"), {"dict": []}, r"values: of optimizer and groups, which an optimizer has both"),
         (("values", "model"), {"list": []}, r"values: Expected `object`, got `array` - at `\$.model`"),
         (("values", "alike"), 1.5, r"values: Expected `array`, got `float` - at `\$.alike`"),
         (("step",), float("inf"), r"Expected `int`, got `float` - at `\$.step`"),

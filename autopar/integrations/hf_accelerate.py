@@ -116,6 +116,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         with super().no_sync(model) if parallel is None else parallel.no_sync():
             yield
 
+    @contextmanager
+    def trigger_sync_in_backward(self, model: torch.nn.Module) -> Iterator[None]:
+        """Reduce gradients in a backward pass within, though it is in `no_sync`."""
+        parallel = parallel_inside(model)
+        with super().trigger_sync_in_backward(model) if parallel is None else parallel.no_sync():
+            if parallel is not None:
+                parallel._autopar.deferred.active = False
+            yield
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """All inputs: a model spans all processes, which are given the same."""
+        yield inputs
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called ``set_trigger``; every rank calls it."""
+        own = super().check_trigger()
+        return bool(super().reduce(torch.tensor(int(own), device=self.device)))
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip by the norm over all ranks, which is returned as a plain scalar."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)

@@ -232,7 +232,8 @@ class AutoparStrategy(ParallelStrategy):  # type: ignore[misc]
             checkpoint.load_full_optimizer_state_dict(found, _plain(optimizer), state)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read by every rank."""
+        """Of rank 0's path, read by every rank: the tuner of batch sizes draws a name on each."""
+        checkpoint_path = self.broadcast(checkpoint_path)
         found: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         return found
 

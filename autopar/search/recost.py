@@ -58,9 +58,11 @@ def recosted(program: Program, plan: Plan, *, deterministic: bool = False) -> Pl
 def _part_of(program: Program, plan: Plan, deterministic: bool) -> tuple[Program, Plan]:
     """The program of one microbatch, and the plan with the padding of its parameters alone."""
     part = microbatch_program(program, plan.microbatches, deterministic=deterministic)
-    named = {spec.name for spec in part.inputs if spec.kind == "parameter"}
+    if program.repeat is None:
+        return part, plan
     # A plan has all layers of a deep model, and the program three of them.
-    return part, replace(plan, padding={name: shape for name, shape in plan.padding.items() if name in named})
+    left_out = set(plan.parameters) - {spec.name for spec in part.inputs if spec.kind == "parameter"}
+    return part, replace(plan, padding={name: shape for name, shape in plan.padding.items() if name not in left_out})
 
 
 def sent_in_few_bits(program: Program, plan: Plan, *, deterministic: bool = False) -> set[tuple[str, str]]:

@@ -104,6 +104,39 @@ def test_a_run_goes_on_with_other_ranks(four: Ranks, two: Ranks, tmp_path: Path)
     require_equal(train(0, 1, str(tmp_path / "ranks"), 10, True), rest)
 
 
+def of_processes(rank: int, count: int) -> list[Any]:
+    """What is asked of processes with the same rows: triggers of one of them, parts, gradients within no_sync."""
+    from autopar import parallelize
+    from autopar.integrations.hf_accelerate import Accelerator
+
+    with launched(rank, count):
+        accelerator: Any = Accelerator(cpu=True)
+        found: list[Any] = [accelerator.check_trigger()]
+        if rank == 1:
+            accelerator.set_trigger()
+        found += [accelerator.check_trigger(), accelerator.check_trigger()]
+        with accelerator.split_between_processes(["a", "b", "c"]) as part:
+            found.append(part)
+        batch = mlp_batch(0, 4)
+        model: Any = parallelize(mlp(), mesh_of(count), batch, cluster=slow_devices(), timeout=WAIT)
+        model = accelerator.prepare(model)
+        with accelerator.no_sync(model):
+            accelerator.backward(model(**batch)["loss"])
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(model(**batch)["loss"])
+        plain = mlp()
+        (2 * plain(**batch)["loss"]).backward()
+        own = model.full_gradients()
+        found.append(max(float((own[n] - p.grad).abs().max()) for n, p in plain.named_parameters()))
+        return found
+
+
+def test_what_is_asked_of_processes(two: Ranks) -> None:
+    for *found, apart in two.run(of_processes, 2):
+        assert found == [False, True, False, ["a", "b", "c"]]
+        assert apart < TOLERANCE
+
+
 def test_what_does_not_go_together(four: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RanksError, match="dispatch_batches lets accelerate distribute"):
         from accelerate import DataLoaderConfiguration

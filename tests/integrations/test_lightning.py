@@ -121,6 +121,54 @@ def test_a_run_goes_on_with_other_ranks(four: Ranks, two: Ranks, tmp_path: Path)
         require_equal(found, rest)
 
 
+def tuned(rank: int, count: int, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Batch size and learning rate that the tuner finds, its losses, and those of a run after it."""
+    import lightning
+    from lightning.pytorch.tuner import Tuner
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with launched(rank, count):
+        settings: dict[str, Any] = {"devices": count}
+        if count > 1:
+            from autopar.integrations.lightning_strategy import AutoparStrategy
+
+            settings["strategy"] = AutoparStrategy(cluster=slow_devices(), timeout=WAIT)
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, default_root_dir=folder, **settings,
+        )  # fmt: skip
+        lightning.seed_everything(1, verbose=False)
+
+        class Tuned(type(module())):  # type: ignore[misc]
+            batch_size, lr = 1, 1e-3
+
+            def train_dataloader(self) -> Any:
+                return torch.utils.data.DataLoader(Rows(), self.batch_size, shuffle=True)
+
+            def val_dataloader(self) -> Any:
+                return torch.utils.data.DataLoader(Rows(), 20)
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+        own = Tuned()
+        size = Tuner(trainer).scale_batch_size(own, steps_per_trial=1, max_trials=3, init_val=2)
+        found = Tuner(trainer).lr_find(own, num_training=4, early_stop_threshold=None, update_attr=False)
+        own.lr = 1e-2
+        trainer.fit(own)
+        state = trainer.strategy.lightning_module_state_dict()
+        assert not list(Path(folder).glob(".*"))  # what the tuner saves meanwhile
+        return [size, own.batch_size, *found.results["loss"], *own.losses], {k: v.clone() for k, v in state.items()}
+
+
+def test_the_tuner(two: Ranks, tmp_path: Path) -> None:
+    expected, values = tuned(0, 1, str(tmp_path))
+    assert expected[:2] == [8, 8]
+    for found, state in two.run(tuned, 2, str(tmp_path)):
+        assert found == pytest.approx(expected, abs=TOLERANCE)
+        assert max(float((state[k] - v).abs().max()) for k, v in values.items()) < TOLERANCE
+
+
 def test_layers_outside_of_the_module(four: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RanksError, match=r"parameter 'net\.0\.weight' of Classifier is outside"):
         four.run(train, 4, str(tmp_path), None, {"module": "net.2"})

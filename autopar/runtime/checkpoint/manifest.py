@@ -166,6 +166,8 @@ class Manifest:
                 msgspec.convert(plain, _Values)
             except msgspec.ValidationError as e:
                 raise ValueError(f"values: {e}") from None
+            if ("optimizer" in plain) != ("groups" in plain):
+                raise ValueError("values: of optimizer and groups, which an optimizer has both, one is missing")
             names, tensors = tuple(content["generators"]), content["tensors"]
             return cls(file, content["step"], content["world"], names, tensors, plain)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:

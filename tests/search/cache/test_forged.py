@@ -70,6 +70,7 @@ FORGED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "choices": (lambda p: replace(p, choices={}), "PlanError"),
     "parameters": (lambda p: replace(p, parameters={}), "searched again"),
     "padding": (lambda p: replace(p, padding={"up.weight": (64, 16)}), "searched again"),
+    "padding of another": (lambda p: replace(p, padding={"up.other": (64, 16)}), "'up.other', which the model"),
     "microbatches": (lambda p: replace(p, microbatches=3), "searched again"),
 }
 
