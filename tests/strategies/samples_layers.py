@@ -10,7 +10,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  registers its operators
 
 from autopar.ir.ops import routing
-from autopar.strategies.convolution.operators import RESAMPLING
+from autopar.strategies.convolution.resampling import RESAMPLING
 from tests.strategies import stand_ins
 from tests.strategies.sample import Sample, boolean, call, integer, positive, x
 
