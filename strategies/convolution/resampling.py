@@ -3,12 +3,14 @@
 import math
 import struct
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from autopar.rules.rule import Rule, Spec, dims, letters, rule
+from autopar.ir.ops.sequence import halo
+from autopar.rules.rule import Lowering, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
 
@@ -30,15 +32,7 @@ def _backward(spatial: int) -> Callable[..., Rule]:
     return backward
 
 
-def _resample_backward(spatial: int) -> Callable[..., Rule]:
-    def backward(grad: Spec, output_size: Sequence[int], input_size: Sequence[int], *_: Any) -> Rule:
-        before, after, inside, outside = _planes(grad, spatial)
-        return Rule(f"{before}->{after}", blocked=inside + outside, linear=((0,),), shapes=(2,))
-
-    return backward
-
-
-def _linear_forward(spatial: int) -> Callable[..., Rule]:
+def _padded(spatial: int) -> Callable[..., Rule]:
     def forward(x: Spec, *_: Any) -> Rule:
         before, after, inside, outside = _planes(x, spatial)
         return Rule(f"{before}->{after}", blocked=inside + outside, linear=((0,),))
@@ -109,15 +103,123 @@ def _nearest_backward(name: str) -> Callable[..., Rule]:
     return backward
 
 
-for _n, _names in RESAMPLING.items():
+@dataclass(frozen=True)
+class _Between:
+    """A dim that is interpolated to a whole number of times the size, or of which every so many elements give one.
+
+    Attributes:
+        dim: of the tensor.
+        at: among the spatial dims.
+        letter: of blocks of it.
+        unit: elements before that are a block.
+        made: elements after it.
+        reach: how many elements of its neighbors a block's interpolation reads, whole blocks.
+    """
+
+    dim: int
+    at: int
+    letter: str
+    unit: int
+    made: int
+    reach: int
+
+    def sizes(self, context: Any) -> tuple[int, int, int]:
+        """How many elements a device has before and after, and how many come of its neighbors' at each end."""
+        blocks = context.local_size(self.letter)
+        return blocks * self.unit, blocks * self.made, self.reach // self.unit * self.made
+
+    def forward(self, target: Any, context: Any, x: Any, output_size: Sequence[int], *rest: Any) -> Any:
+        """That of a device's elements, of which those beside the ends of the whole are repeated."""
+        size, out, beside = self.sizes(context)
+        wide = halo.window(context, x, self.dim, size, self.reach, self.reach, halo.REPLICATE)
+        made = target(wide, self.replaced(output_size, self.at, out + 2 * beside), *rest)
+        return aten.slice.Tensor(made, self.dim, beside, beside + out)
+
+    def backward(
+        self, target: Any, context: Any, grad: Any, output_size: Sequence[int], input_size: Sequence[int], *rest: Any
+    ) -> Any:
+        """Its gradient: what neighbors' elements get goes there."""
+        size, out, beside = self.sizes(context)
+        ndim = len(input_size)
+        wide = aten.constant_pad_nd.default(grad, halo.pads(ndim, self.dim, beside, beside))
+        longer = self.replaced(input_size, self.dim, size + 2 * self.reach)
+        made = target(wide, self.replaced(output_size, self.at, out + 2 * beside), longer, *rest)
+        return halo.add_window(context, made, ndim, self.dim, size, self.reach, self.reach, halo.REPLICATE)
+
+    @staticmethod
+    def replaced(sizes: Sequence[int], at: int, size: int) -> list[int]:
+        """Sizes with another one at a place."""
+        return [size if i == at else n for i, n in enumerate(sizes)]
+
+
+def _between(name: str, size: int, out: int, scale: float | None) -> tuple[int, int, int] | None:
+    """Elements before and after of a block, and how many of its neighbors it reads; None: there are no blocks."""
+    cubic = "cubic" in name
+    if size and out % size == 0:
+        times = out // size
+        return (1, times, 1 + cubic) if scale in (None, times) else None
+    if out and size % out == 0:
+        # The middle of a block is between two of its elements, or one of them.
+        times = size // out
+        return (times, 1, cubic * times) if scale is None or 1 / scale == times else None
+    return None
+
+
+def _linear_rule(
+    name: str, before: Sequence[int], after: Sequence[int], corners: bool, scales: Sequence[Any], backward: bool
+) -> Rule:
+    """Dims of which blocks are interpolated with elements of their neighbors; where corners are aligned, none."""
+    ndim, spatial = len(before), len(after)
+    names, others = letters(ndim), letters(spatial, ndim)
+    left, right, blocked = list(names), list(names), others
+    counts, own, lower = dict[str, int](), list[str](), dict[str, Lowering]()
+    target = getattr(aten, f"{name}_backward" if backward else name).default
+    for i, (size, out, other) in enumerate(zip(before[-spatial:], after, others, strict=True)):
+        d = ndim - spatial + i
+        found = None if corners else _between(name, size, out, scales[i] if i < len(scales) else None)
+        own.append(names[d] if found else "")
+        if found is None:
+            right[d], blocked = other, blocked + names[d]
+            continue
+        unit, made, reach = found
+        if max(unit, made) > 1:
+            side = left if unit > 1 else right
+            side[d], counts[other] = names[d] + other, max(unit, made)
+        if reach:
+            block = _Between(d, i, names[d], unit, made, reach)
+            build = partial(block.backward if backward else block.forward, target)
+            lower[names[d]] = Lowering(build, least=reach // unit)
+    options: dict[str, Any] = {"blocked": blocked, "linear": ((0,),), "scaled": {1: tuple(own)}, "sizes": counts}
+    if backward:
+        return Rule(f"{dims(right)}->{dims(left)}", shapes=(2,), lower=lower, **options)
+    return Rule(f"{dims(left)}->{dims(right)}", lower=lower, **options)
+
+
+def _linear(name: str) -> Callable[..., Rule]:
+    def forward(x: Spec, output_size: Sequence[int], corners: bool, *scales: float | None) -> Rule:
+        return _linear_rule(name, x.shape, output_size, corners, scales, backward=False)
+
+    return forward
+
+
+def _linear_backward(name: str) -> Callable[..., Rule]:
+    def backward(
+        grad: Spec, output_size: Sequence[int], input_size: Sequence[int], corners: bool, *scales: float | None
+    ) -> Rule:
+        return _linear_rule(name, input_size, output_size, corners, scales, backward=True)
+
+    return backward
+
+
+for _names in RESAMPLING.values():
     for _name in _names:
         _near = "nearest" in _name
-        rule(getattr(aten, _name).default)(_nearest(_name) if _near else _linear_forward(_n))
-        rule(getattr(aten, f"{_name}_backward").default)(_nearest_backward(_name) if _near else _resample_backward(_n))
+        rule(getattr(aten, _name).default)(_nearest(_name) if _near else _linear(_name))
+        rule(getattr(aten, f"{_name}_backward").default)(_nearest_backward(_name) if _near else _linear_backward(_name))
 
 for _kind in ("reflection", "replication"):
     for _n in (1, 2, 3):
-        rule(getattr(aten, f"{_kind}_pad{_n}d").default)(_linear_forward(_n))
+        rule(getattr(aten, f"{_kind}_pad{_n}d").default)(_padded(_n))
         rule(getattr(aten, f"{_kind}_pad{_n}d_backward").default)(_backward(_n))
 
 
