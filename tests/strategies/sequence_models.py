@@ -153,7 +153,7 @@ class Residual(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Pooling with windows that overlap and that tile, transposed convolutions back, single rows and maxima."""
+    """Pooling with windows that overlap and that tile, transposed convolutions back, single rows; maxima of all kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,9 @@ class Pooled(nn.Module):
         h = self.out(h.mT).sin()
         some = h[:, 5] * h[:, 7:9].sum(1), (h * h[:, -1:]).sum(1)
         largest, first = h.max(1, keepdim=True)
-        h = h + largest * (h.argmin(1, keepdim=True) - first).sin()
+        h = h + largest * (h.argmin(1, keepdim=True) - first).sin() + h.topk(3, 1).values.sum(1, keepdim=True).sin()
+        running, places = h.detach().cummax(1)
+        h = h * (running + (places - h.detach().cummin(1).indices)).cos()
         return h.square().mean() + self.head(torch.cat(some, -1)).square().mean()
 
 
