@@ -29,25 +29,32 @@ class _Call:
         windows: of each spatial dim.
         args: stride, low and high padding, dilation, whether it is transposed, output padding, groups.
         different: whether it may be padded differently at both ends.
+        mode: how it is padded.
     """
 
     windows: tuple[Window, ...]
     args: tuple[Any, ...]
     different: bool
+    mode: str = ours.ZEROS
 
     @staticmethod
     def of(weight: Spec, args: Sequence[Any], different: bool) -> "_Call":
         """From the arguments behind the tensors."""
-        count = len(weight.shape) - 2
+        count, mode = len(weight.shape) - 2, ours.ZEROS
         if different:
-            stride, low, high, dilation, groups = args
+            stride, low, high, dilation, groups, mode = args
             transposed, more = False, [0] * count
         else:
             stride, low, dilation, transposed, more, groups = args
             high = low
         *lists, more = [[at(n, i) for i in range(count)] for n in (stride, low, high, dilation, more)]
         windows = tuple(Window(weight.shape[2 + i], *(n[i] for n in lists)) for i in range(count))
-        return _Call(windows, (*lists, transposed, more, groups), different)
+        return _Call(windows, (*lists, transposed, more, groups), different, mode)
+
+    @property
+    def fill(self) -> Any:
+        """What stands beyond the ends of the whole."""
+        return 0.0 if self.mode == ours.ZEROS else self.mode
 
     def tiles(self, i: int, size: int) -> bool:
         """Whether patches tile a spatial dim: each output reads one of its own, and they are split like samples."""
@@ -70,8 +77,8 @@ class _Call:
         """Arguments of the same on elements that have been padded along ``dim``, and whether ends are different."""
         stride, low, high, dilation, _, more, _ = self.args
         low, high = ([0 if i == dim else n for i, n in enumerate(side)] for side in (low, high))
-        if low != high or min(low) < 0:
-            return [stride, low, high, dilation, groups], True
+        if low != high or min(low) < 0 or (self.mode != ours.ZEROS and any(low)):
+            return [stride, low, high, dilation, groups, self.mode], True
         return [stride, low, dilation, False, more, groups], False
 
     def unpadded(self, dim: int, groups: int) -> list[Any]:
@@ -151,7 +158,7 @@ def _copied(call: _Call, x: Spec, out: float, backward: bool, of_x: bool) -> flo
     item = getattr(x.dtype, "itemsize", 4)
     if not call.different:
         return 0.0
-    if ours.padding_of_both(stride, low, high) is not None:
+    if ours.padding_of_both(stride, low, high, call.mode) is not None:
         return 2.0 * out * item * backward
     sizes = (n + w.low + w.high for n, w in zip(x.shape[2:], call.windows, strict=True))
     return 2.0 * math.prod((*x.shape[:2], *sizes)) * item * (1 + of_x)
@@ -167,12 +174,12 @@ def _with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
     low, high, letter = window.low, window.behind, OUTSIDE[dim]
 
     def build(context: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-        size = context.local_size(letter) * window.stride
-        wide = halo.window(context, x, 2 + dim, size, low, high, 0.0)
-        rest, different = call.within(dim, args[-1])
+        size, groups = context.local_size(letter) * window.stride, args[-2 if call.different else -1]
+        wide = halo.window(context, x, 2 + dim, size, low, high, call.fill)
+        rest, different = call.within(dim, groups)
         return (ours.padded_convolution if different else aten.convolution.default)(wide, weight, bias, *rest)
 
-    return {letter: Lowering(build, least=-(-halo.reach(low, high) // window.stride))}
+    return {letter: Lowering(build, least=-(-halo.reach(low, high, call.fill) // window.stride))}
 
 
 def _gradients_with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
@@ -185,19 +192,18 @@ def _gradients_with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
     low, high, letter, ndim = window.low, window.behind, OUTSIDE[dim], x.ndim
 
     def build(context: Any, grad: Any, x: Any, weight: Any, bias_sizes: Any, *args: Any) -> Any:
-        *_, groups, mask = args
-        size = context.local_size(letter) * window.stride
-        wide = halo.window(context, x, 2 + dim, size, low, high, 0.0)
+        size, groups, mask = context.local_size(letter) * window.stride, args[-3 if call.different else -2], args[-1]
+        wide = halo.window(context, x, 2 + dim, size, low, high, call.fill)
         rest, different = call.within(dim, groups)
         target = ours.padded_convolution_backward if different else aten.convolution_backward.default
         made = target(grad, wide, weight, bias_sizes, *rest, mask)
         # Each output is a node of its own.
         found = [aten.alias.default(made[i]) if wanted else None for i, wanted in enumerate(mask)]
         if mask[0]:
-            found[0] = halo.add_window(context, made[0], ndim, 2 + dim, size, low, high)
+            found[0] = halo.add_window(context, made[0], ndim, 2 + dim, size, low, high, call.fill)
         return tuple(found)
 
-    return {letter: Lowering(build, least=-(-halo.reach(low, high) // window.stride))}
+    return {letter: Lowering(build, least=-(-halo.reach(low, high, call.fill) // window.stride))}
 
 
 def _to_neighbors(call: _Call, dim: int, ndim: int) -> dict[str, Lowering]:
@@ -286,7 +292,7 @@ def convolution(x: Spec, weight: Spec, bias: Spec | None, *args: Any) -> Rule:
 
 @rule(ours.padded_convolution)
 def padded_convolution(x: Spec, weight: Spec, bias: Spec | None, *args: Any) -> Rule:
-    """Convolution; ``args``: stride, padding before and behind, dilation, groups."""
+    """Convolution; ``args``: stride, padding before and behind, dilation, groups, how it is padded."""
     return _forward_rule(x, weight, bias, args, different=True)
 
 
@@ -300,5 +306,5 @@ def convolution_backward(grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence
 def padded_convolution_backward(
     grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, *args: Any
 ) -> Rule:
-    """The same of a convolution that is padded differently at both ends."""
+    """The same of a convolution that is padded differently at both ends, or with what it reads."""
     return _backward_rule(grad, x, weight, bias_sizes, args, different=True)

@@ -137,13 +137,14 @@ class Shorter(nn.Module):
 
 
 class Residual(nn.Module):
-    """A convolutional network of signals, with strides, dilation and batch norm."""
+    """A convolutional network of signals, with strides, dilation, reflections at the ends and batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.stem, self.first, self.second = nn.Conv1d(3, 4, 7, 2, 3), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-        self.near, self.far = nn.Conv1d(4, 4, 3, padding=1, bias=False), nn.Conv1d(4, 4, 3, padding=2, dilation=2)
+        self.near = nn.Conv1d(4, 4, 3, padding=1, bias=False, padding_mode="reflect")
+        self.far = nn.Conv1d(4, 4, 3, padding=2, dilation=2)
         self.short, self.long, self.out = nn.Conv1d(4, 8, 1, 2), nn.Conv1d(4, 8, 3, 2, 1), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,7 +154,7 @@ class Residual(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Pooling with windows that overlap and that tile, transposed convolutions back, single rows; maxima of all kinds."""
+    """Pooling with windows that overlap and that tile, transposed convolutions back, single rows, maxima."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,12 +178,13 @@ class Pooled(nn.Module):
 
 
 class Image(nn.Module):
-    """Convolutions of two dims, one of them with another padding at the end, and what a U-Net has between them."""
+    """Convolutions of two dims, one of them padded more at the end, one with edges; what a U-Net has between them."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.depthwise = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 5, padding=2, groups=4)
+        self.first = nn.Conv2d(3, 4, 3, padding=1, padding_mode="replicate")
+        self.depthwise = nn.Conv2d(4, 4, 5, padding=2, groups=4)
         self.down, self.out = nn.Conv2d(4, 4, 3, 2), nn.Conv2d(4, 2, 3, padding="same")
         self.norm = nn.GroupNorm(2, 4)
 
