@@ -76,19 +76,17 @@ def topk(x: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tr
 
     def build(context: Any, x: Any, *_: Any) -> Any:
         # Those of the whole are among those of the parts; which of equal ones is not said.
-        size = context.local_size(letter)
-        few = min(k, size)
-        own = aten.topk.default(x, few, along, largest, False)
-        places = aten.add.Scalar(own[1], context.axis_index() * size)
+        own = aten.topk.default(x, k, along, largest, False)
+        places = aten.add.Scalar(own[1], context.axis_index() * context.local_size(letter))
         order = [*range(1, along + 1), 0, *range(along + 1, ndim + 1)]
-        shape = [context.parts * few if d == along else context.local_size(c) for d, c in enumerate(names)]
+        shape = [context.parts * k if d == along else context.local_size(c) for d, c in enumerate(names)]
         every, there = (
             aten.reshape.default(aten.permute.default(context.all_gather(t), order), shape) for t in (own[0], places)
         )
         found = aten.topk.default(every, k, along, largest, sorted)
         return aten.alias.default(found[0]), aten.gather.default(there, along, found[1])
 
-    equation, lower = f"{dims(names)}->{dims(right)},{dims(right)}", {letter: Lowering(build)}
+    equation, lower = f"{dims(names)}->{dims(right)},{dims(right)}", {letter: Lowering(build, least=max(k, 1))}
     return Rule(equation, keep=letter, blocked=last, lower=lower)
 
 

@@ -13,8 +13,8 @@ After::
     causal = autopar.padded_convolution(x, w, b, [1], [3], [0], ...)
 
 So are windows of what is padded (``F.pad(x, (2, 0)).unfold(1, 3, 1)``, `autopar.padded_windows`), zeros, reflections
-and edges before a convolution, and gradients of all of these. A dim of another length is another factor, which no split of the sequence
-reaches.
+and edges before a convolution, and gradients of all of these. A dim of another length is another factor, which no
+split of the sequence reaches.
 """
 
 from __future__ import annotations
