@@ -100,7 +100,7 @@ def inside(context: Any, x: Any, size: int, low: int, high: int) -> Any:
 
 def reach(low: int, high: int, fill: Any = 0.0) -> int:
     """How many rows a device must have at least for a window."""
-    return max(low, high, max(-low, 0) + max(-high, 0) + 1) + (fill == REFLECT)
+    return max(low, high, max(-low, 0) + max(-high, 0) + 1) + int(fill == REFLECT)
 
 
 def check(size: int, low: int, high: int, fill: Any = 0.0) -> None:
