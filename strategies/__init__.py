@@ -12,6 +12,7 @@ from autopar.strategies import (
     normalization,
     pointwise,
     reduction,
+    scans,
     view,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "normalization",
     "pointwise",
     "reduction",
+    "scans",
     "view",
 ]

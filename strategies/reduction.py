@@ -1,4 +1,4 @@
-"""Sums, and operators that read whole dims: scans, sorts, products, medians.
+"""Sums, and operators that read whole dims: sorts, products, medians.
 
 Means are sums divided by the global count before rules are asked.
 """
@@ -10,16 +10,11 @@ from typing import Any
 
 import torch
 
-from autopar.ir.ops.sequence import halo
-from autopar.ir.ops.sequence.linear_scan import linear_scan
-from autopar.ir.ops.sequence.own_rows import filled_but
-from autopar.ir.ops.sequence.scan import reverse_cumsum
 from autopar.rules.rule import (
     Dim,
     Lowering,
     Padding,
     Rule,
-    RuleFunction,
     Spec,
     dims,
     letters,
@@ -58,74 +53,6 @@ def _same(x: Spec, dim: int, outputs: int, linear: bool = False) -> Rule:
     return Rule(equation, blocked=names[dim % x.ndim] if x.ndim else "", linear=((0,),) if linear else ())
 
 
-def _scan(target: Any, join: Any, reduce: Callable[..., Any], neutral: float, back: bool = False) -> RuleFunction:
-    """A scan of blocks: each device's own, joined with what the devices before it have in all, one row of each."""
-
-    def scan(x: Spec, dim: int, *, dtype: Any = None) -> Rule:
-        linear = ((0,),) if neutral == 0 and x.dtype != torch.bool else ()
-        names, given = letters(x.ndim), x.dtype
-        if not x.ndim or (given is not None and given.is_complex):
-            return Rule(f"{names or '.'}->{names or '.'}", blocked=names[dim] if x.ndim else "", linear=linear)
-        along = dim % x.ndim
-        made = dtype or (torch.int64 if given is not None and not given.is_floating_point else given)
-        # What devices have in all is added up in the precision in which a kernel does it, and rounded once.
-        wide = torch.float32 if made in (torch.float16, torch.bfloat16) else made
-
-        def build(context: Any, x: Any, *_: Any, **kwargs: Any) -> Any:
-            own, size = target(x, along, **kwargs), context.local_size(names[along])
-            first, end = (0, 1) if back else (size - 1, size)
-            total = aten.slice.Tensor(own, along, first, end) if made == wide else reduce(x, along, True, dtype=wide)
-            others = halo.before(context, total, lambda every: reduce(every, 0, False, dtype=wide), neutral, back)
-            return join(own, others if made == wide else aten._to_copy.default(others, dtype=made))
-
-        # What is behind the end is read by nothing before it, or is what changes nothing.
-        padding = Padding((float(neutral),), float(neutral)) if back else Padding()
-        lower, padded = {names[along]: Lowering(build)}, {names[along]: padding}
-        return Rule(f"{names}->{names}", lower=lower, linear=linear, padded=padded)
-
-    return scan
-
-
-def _sum(x: Any, dim: int, keepdim: bool, dtype: torch.dtype) -> Any:
-    return aten.sum.dim_IntList(x, [dim], keepdim, dtype=dtype)
-
-
-def _logsumexp(x: Any, dim: int, keepdim: bool, dtype: torch.dtype) -> Any:
-    return aten.logsumexp.default(aten._to_copy.default(x, dtype=dtype), [dim], keepdim)
-
-
-rule(aten.cumsum.default)(_scan(aten.cumsum.default, aten.add.Tensor, _sum, 0))
-rule(reverse_cumsum)(_scan(reverse_cumsum, aten.add.Tensor, _sum, 0, back=True))
-rule(aten.cumprod.default)(_scan(aten.cumprod.default, aten.mul.Tensor, aten.prod.dim_int, 1))
-rule(aten.logcumsumexp.default)(_scan(aten.logcumsumexp.default, aten.logaddexp.default, _logsumexp, -math.inf))
-
-
-@rule(linear_scan)
-def linear_scan_(factors: Spec, terms: Spec, dim: int, back: bool = False) -> Rule:
-    """A linear recurrence of blocks: each device's own, and what those before it have in all, times its factors."""
-    names, along = letters(terms.ndim), dim % terms.ndim
-    equation, is_complex = f"{names},{names}->{names}", terms.dtype is not None and terms.dtype.is_complex
-    # Two passes over all elements, each of half as many steps as the one before.
-    between = 5.0 * math.prod(terms.shape) * getattr(terms.dtype, "itemsize", 4)
-    if is_complex:
-        return Rule(equation, blocked=names[along], linear=((1,),), between=between)
-
-    def build(context: Any, factors: Any, terms: Any, *_: Any) -> Any:
-        own, size = linear_scan(factors, terms, along, back), context.local_size(names[along])
-        grown = aten.cumprod.default(aten.flip.default(factors, [along]) if back else factors, along)
-        grown = aten.flip.default(grown, [along]) if back else grown
-        last, first = (0, context.axis_index() + 1) if back else (size - 1, 0)
-        end = context.parts if back else context.axis_index()
-        ends = [aten.slice.Tensor(x, along, last, last + 1) for x in (grown, own)]
-        every = context.all_gather(aten.cat.default(ends, along))
-        # Devices that are not before this one change nothing: the last of all has what those before it make.
-        parts = (aten.slice.Tensor(every, along + 1, i, i + 1) for i in range(2))
-        others = linear_scan(*(filled_but(x, first, end, 1 - i) for i, x in enumerate(parts)), 0, back)
-        return aten.addcmul.default(own, grown, aten.select.int(others, 0, 0 if back else context.parts - 1))
-
-    return Rule(equation, lower={names[along]: Lowering(build)}, linear=((1,),), between=between)
-
-
 @rule(aten.sort.default)
 def sort(x: Spec, dim: int = -1, descending: bool = False) -> Rule:
     """Sorted values and where they were."""
@@ -143,11 +70,24 @@ def topk(x: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tr
     """The largest entries along a dim."""
     if x.ndim == 0:
         return Rule(".->.,.")
-    # The k largest of a part are not those of the whole.
-    names = list(letters(x.ndim))
-    last = letters(1, x.ndim)
-    right = [last if d == dim % x.ndim else c for d, c in enumerate(names)]
-    return Rule(f"{dims(names)}->{dims(right)},{dims(right)}", blocked=names[dim % x.ndim] + last)
+    names, ndim, along = list(letters(x.ndim)), x.ndim, dim % x.ndim
+    last, letter = letters(1, x.ndim), names[along]
+    right = [last if d == along else c for d, c in enumerate(names)]
+
+    def build(context: Any, x: Any, *_: Any) -> Any:
+        # Those of the whole are among those of the parts; which of equal ones is not said.
+        own = aten.topk.default(x, k, along, largest, False)
+        places = aten.add.Scalar(own[1], context.axis_index() * context.local_size(letter))
+        order = [*range(1, along + 1), 0, *range(along + 1, ndim + 1)]
+        shape = [context.parts * k if d == along else context.local_size(c) for d, c in enumerate(names)]
+        every, there = (
+            aten.reshape.default(aten.permute.default(context.all_gather(t), order), shape) for t in (own[0], places)
+        )
+        found = aten.topk.default(every, k, along, largest, sorted)
+        return aten.alias.default(found[0]), aten.gather.default(there, along, found[1])
+
+    equation, lower = f"{dims(names)}->{dims(right)},{dims(right)}", {letter: Lowering(build, least=max(k, 1))}
+    return Rule(equation, keep=letter, blocked=last, lower=lower)
 
 
 @rule(aten.histc.default)
@@ -157,12 +97,6 @@ def histc(x: Spec, bins: int = 100, min: float = 0, max: float = 0) -> Rule:
     given = min < max
     equation = f"{names or '.'}->{counted}"
     return Rule(equation, reduce=names if given else "", blocked=counted if given else names + counted)
-
-
-@rule(aten.cummax.default, aten.cummin.default)
-def cummax(x: Spec, dim: int) -> Rule:
-    """Running extremum, and where it was."""
-    return _same(x, dim, 2)
 
 
 @rule(aten.mode.default, aten.median.dim, aten.nanmedian.dim)

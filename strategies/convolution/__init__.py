@@ -1,5 +1,5 @@
-"""Convolution, pooling and resampling: importing this package registers their rules."""
+"""Convolution, patches, pooling and resampling: importing this package registers their rules."""
 
-from autopar.strategies.convolution import operators, pooling
+from autopar.strategies.convolution import convolutions, patches, pooling, resampling
 
-__all__ = ["operators", "pooling"]
+__all__ = ["convolutions", "patches", "pooling", "resampling"]

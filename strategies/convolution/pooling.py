@@ -13,7 +13,7 @@ import torch
 
 from autopar.ir.ops.sequence import halo
 from autopar.rules.rule import Lowering, Rule, RuleFunction, Spec, dims, letters, rule
-from autopar.strategies.convolution.operators import INSIDE, OUTSIDE, REST, Window, at, sends
+from autopar.strategies.convolution.windows import INSIDE, OUTSIDE, REST, Window, at, sends
 
 aten = torch.ops.aten
 

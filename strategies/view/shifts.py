@@ -110,7 +110,7 @@ def roll(x: Spec, shifts: Sequence[int], rolled: Sequence[int] = ()) -> Rule:
     for d, n in steps.items():
         others = {other: m for other, m in steps.items() if other != d and m}
         if n and _may_shift(x, d, n):
-            lower[names[d]] = _shifted(names[d], d, n, None, partial(_rolled, others))
+            lower[names[d]] = _shifted(names[d], d, n, halo.CIRCULAR, partial(_rolled, others))
     # A whole turn is none only as long as the dim has this size.
     blocked = "".join(names[d] for d in steps if names[d] not in lower)
     return Rule(f"{names}->{names}", blocked=blocked, lower=lower, linear=ONE)

@@ -286,6 +286,9 @@ def reduction() -> Iterator[Sample]:
     yield call(aten.histc.default, x(4, 6), 4, -1, 2)
     yield call(aten.topk.default, x(2, 4), 2)
     yield call(aten.topk.default, x(), 1)
+    yield call(aten.topk.default, x(2, 8, 4), 3, 1, False, True)
+    yield call(aten.topk.default, x(8, 2), 2, 0)
+    yield call(aten.topk.default, torch.cat([x(2, 6), torch.full((2, 2), torch.nan)], 1), 4)
 
 
 def creation() -> Iterator[Sample]:

@@ -10,7 +10,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  registers its operators
 
 from autopar.ir.ops import routing
-from autopar.strategies.convolution.operators import RESAMPLING
+from autopar.strategies.convolution.resampling import RESAMPLING
 from tests.strategies import stand_ins
 from tests.strategies.sample import Sample, boolean, call, integer, positive, x
 
@@ -237,6 +237,17 @@ def resampling() -> Iterator[Sample]:
                     yield call(op.default, x(2, 2, *shape), out, *scales)
                     yield call(back.default, x(2, 2, *out), out, [2, 2, *shape], *scales)
                 yield call(op.default, x(2, 2, *[4] * n), [8] * n, *[2.2] * n)  # which is no whole number
+            else:
+                for shape, out in (
+                    ([4] * n, [8] * n),
+                    ([8, 4, 4][:n], [4, 12, 3][:n]),
+                    ([6, 4, 4][:n], [2, 4, 16][:n]),
+                ):
+                    for scales in ((), tuple(b / a for a, b in zip(shape, out, strict=True))):
+                        yield call(op.default, x(1, 2, *shape), out, False, *scales)
+                        yield call(back.default, x(1, 2, *out), out, [1, 2, *shape], False, *scales)
+                yield call(op.default, x(2, 2, *[4] * n), [8] * n, True)
+                yield call(op.default, x(2, 2, *[4] * n), [8] * n, False, *[2.2] * n)
 
 
 def softmax() -> Iterator[Sample]:

@@ -147,7 +147,7 @@ def windows() -> Iterator[Sample]:
 
 def convolutions() -> Iterator[Sample]:
     def both(a: torch.Tensor, w: torch.Tensor, bias: bool, *rest: Any) -> Iterator[Sample]:
-        mine = len(rest) == 5
+        mine = isinstance(rest[-1], str)
         forward = ours.padded_convolution.default if mine else aten.convolution.default
         backward = ours.padded_convolution_backward.default if mine else aten.convolution_backward.default
         given = x(w.shape[0]) if bias else None
@@ -165,10 +165,17 @@ def convolutions() -> Iterator[Sample]:
         (2, 0, 1, 1),
     ):
         numbers = [stride], [low], [high], [step]
-        yield from both(x(2, 4, 16), x(4, 1, 3), True, *numbers, 4)
-    yield from both(x(2, 2, 8, 6), x(4, 2, 3, 3), False, [1, 1], [2, 0], [0, 1], [1, 1], 1)
-    yield from both(x(1, 2, 6, 8), x(2, 1, 1, 3), False, [1, 1], [0, 2], [0, 0], [1, 1], 2)
-    yield from both(x(2, 2, 8), x(2, 2, 3), True, [1], [1], [0], [1], 1)  # of another length
+        yield from both(x(2, 4, 16), x(4, 1, 3), True, *numbers, 4, "constant")
+    yield from both(x(2, 2, 8, 6), x(4, 2, 3, 3), False, [1, 1], [2, 0], [0, 1], [1, 1], 1, "constant")
+    yield from both(x(1, 2, 6, 8), x(2, 1, 1, 3), False, [1, 1], [0, 2], [0, 0], [1, 1], 2, "constant")
+    yield from both(x(2, 2, 8), x(2, 2, 3), True, [1], [1], [0], [1], 1, "constant")  # of another length
+    for mode in ("reflect", "replicate"):
+        yield from both(x(2, 4, 16), x(4, 1, 5), True, [1], [2], [2], [1], 4, mode)
+        yield from both(x(2, 2, 8), x(2, 2, 3), False, [1], [2], [0], [1], 1, mode)
+        yield from both(x(2, 2, 8), x(2, 2, 3), True, [2], [1], [1], [1], 1, mode)
+        yield from both(x(1, 2, 8, 4), x(2, 2, 3, 3), True, [1, 1], [1, 1], [1, 1], [1, 1], 1, mode)
+        yield from both(x(1, 2, 8, 4), x(2, 2, 1, 3), False, [1, 1], [0, 2], [0, 0], [1, 1], 1, mode)
+        yield from both(x(1, 2, 8, 4), x(2, 2, 3, 1), False, [1, 1], [1, 0], [1, 0], [1, 1], 1, mode)
     plain = False, [0], 1
     yield from both(x(2, 2, 8), x(2, 2, 5), True, [1], [2], [1], *plain)
     yield from both(x(2, 2, 8), x(2, 2, 4), False, [2], [1], [1], *plain)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from autopar.strategies import pointwise
-from tests.strategies.sample import Sample, call, positive, x
+from tests.strategies.sample import Sample, boolean, call, integer, positive, x
 
 aten = torch.ops.aten
 
@@ -82,6 +82,10 @@ def linalg() -> Iterator[Sample]:
 def dims() -> Iterator[Sample]:
     for op in (aten.cummax, aten.cummin):
         yield call(op.default, x(2, 4), 1)
+        yield call(op.default, integer(3, 2, 8), 1)
+        yield call(op.default, boolean(4, 2), 0)
+        edges = [*([torch.inf] * 2), *([-torch.inf] * 2), torch.nan, torch.nan, 1.0, torch.inf]
+        yield call(op.default, torch.tensor([edges, edges[::-1], edges[2:4] * 4], dtype=torch.float64), 1)
     for op in (aten.mode.default, aten.median.dim, aten.nanmedian.dim):
         yield call(op, x(2, 4), 1, True)
     for op in (aten.median, aten.nanmedian):

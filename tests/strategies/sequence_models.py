@@ -137,13 +137,14 @@ class Shorter(nn.Module):
 
 
 class Residual(nn.Module):
-    """A convolutional network of signals, with strides, dilation and batch norm."""
+    """A convolutional network of signals, with strides, dilation, reflections at the ends and batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.stem, self.first, self.second = nn.Conv1d(3, 4, 7, 2, 3), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-        self.near, self.far = nn.Conv1d(4, 4, 3, padding=1, bias=False), nn.Conv1d(4, 4, 3, padding=2, dilation=2)
+        self.near = nn.Conv1d(4, 4, 3, padding=1, bias=False, padding_mode="reflect")
+        self.far = nn.Conv1d(4, 4, 3, padding=2, dilation=2)
         self.short, self.long, self.out = nn.Conv1d(4, 8, 1, 2), nn.Conv1d(4, 8, 3, 2, 1), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -172,7 +173,9 @@ class Pooled(nn.Module):
         h = self.out(h.mT).sin()
         some = h[:, 5] * h[:, 7:9].sum(1), (h * h[:, -1:]).sum(1)
         largest, first = h.max(1, keepdim=True)
-        h = h + largest * (h.argmin(1, keepdim=True) - first).sin()
+        h = h + largest * (h.argmin(1, keepdim=True) - first).sin() + h.topk(3, 1).values.sum(1, keepdim=True).sin()
+        running, places = h.detach().cummax(1)
+        h = h * (running + (places - h.detach().cummin(1).indices)).cos()
         tokens = h.flatten(0, 1)
         scaled = self.norm(tokens / (1 + tokens.std(0))) * tokens.norm(dim=0).sin() - tokens.amax(0)
         h = h + scaled.unflatten(0, h.shape[:2])
@@ -180,18 +183,20 @@ class Pooled(nn.Module):
 
 
 class Image(nn.Module):
-    """Convolutions of two dims, one of them with another padding at the end, and what a U-Net has between them."""
+    """Convolutions of two dims, one of them padded more at the end, one with edges; what a U-Net has between them."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.depthwise = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 5, padding=2, groups=4)
+        self.first = nn.Conv2d(3, 4, 3, padding=1, padding_mode="replicate")
+        self.depthwise = nn.Conv2d(4, 4, 5, padding=2, groups=4)
         self.down, self.out = nn.Conv2d(4, 4, 3, 2), nn.Conv2d(4, 2, 3, padding="same")
         self.norm = nn.GroupNorm(2, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.depthwise(F.relu(self.norm(self.first(x))))
-        x = F.interpolate(self.down(F.pad(x, (0, 1, 0, 1))), scale_factor=2)
+        x = self.down(F.pad(x, (0, 1, 0, 1)))
+        x = F.interpolate(x, scale_factor=2) * F.interpolate(x, scale_factor=2, mode="bilinear").sin()
         return self.out(x).square().mean()
 
 

@@ -1,4 +1,4 @@
-"""Images that are enlarged by whole numbers, ``F.interpolate`` of the nearest element, along rows that are split."""
+"""Images that are made larger or smaller by whole numbers with ``F.interpolate``, along rows that are split."""
 
 from __future__ import annotations
 
@@ -49,7 +49,32 @@ def test_rows_are_enlarged_where_they_are(settings: dict[str, Any], layout: str)
     assert report.max_error <= 1e-10, f"{report.worst}: {report.max_error}"
 
 
-@pytest.mark.parametrize(("height", "settings"), [(6, {"scale_factor": 2}), (5, {"size": (15, 6)})], ids=str)
+BETWEEN: tuple[dict[str, Any], ...] = (
+    {"scale_factor": 2, "mode": "bilinear"},
+    {"scale_factor": (3, 0.5), "mode": "bicubic"},
+    {"scale_factor": (0.25, 2), "mode": "bilinear"},
+)
+
+
+@pytest.mark.parametrize("layout", ["S(2) R", "S(2) S(2)"])
+@pytest.mark.parametrize(("settings", "sends"), list(zip(BETWEEN, (True, True, False), strict=True)), ids=str)
+def test_elements_between_rows_take_those_of_neighbors(settings: dict[str, Any], sends: bool, layout: str) -> None:
+    """Of both, in the forward and in the backward pass; means of two rows that a device has take none."""
+    model, batch = Enlarged(**settings).double(), (images(2, 2, 16, 4),)
+    program = program_of(model, batch)
+    plan = follow_plan(program, AXES, batch={"0": layout}, results={"0": layout})
+    local = rewrite(program, plan)
+    kinds = {c.kind for n in local.graph.graph.nodes if (c := info(n).collective) is not None}
+    assert kinds == ({"send", "all_reduce"} if sends else {"all_reduce"})
+    report = compare(program, local, plan, global_values(program, model, batch), torch.float64)
+    assert report.max_error <= 1e-10, f"{report.worst}: {report.max_error}"
+
+
+@pytest.mark.parametrize(
+    ("height", "settings"),
+    [(6, {"scale_factor": 2}), (5, {"size": (15, 6)}), *((8, settings) for settings in BETWEEN)],
+    ids=str,
+)
 def test_random_plans(height: int, settings: dict[str, Any]) -> None:
     """Of heights that few axes divide, and a width that is no whole number of times as long."""
     model, batch = Enlarged(**settings).double(), (images(2, 2, height, 4),)

@@ -12,9 +12,9 @@ After::
     before = aten.constant_pad_nd(x, [1, -1], 0)
     causal = autopar.padded_convolution(x, w, b, [1], [3], [0], ...)
 
-So are windows of what is padded (``F.pad(x, (2, 0)).unfold(1, 3, 1)``, `autopar.padded_windows`), zeros before a
-convolution, and gradients of all of these. A dim of another length is another factor, which no split of the sequence
-reaches.
+So are windows of what is padded (``F.pad(x, (2, 0)).unfold(1, 3, 1)``, `autopar.padded_windows`), zeros, reflections
+and edges before a convolution, and gradients of all of these. A dim of another length is another factor, which no
+split of the sequence reaches.
 """
 
 from __future__ import annotations
@@ -28,14 +28,26 @@ from torch import fx
 from autopar.ir.graph import computed, copy_graph, insert_call
 from autopar.ir.module_outputs import pass_on
 from autopar.ir.ops.sequence.halo import pads
-from autopar.ir.ops.sequence.padded.convolution import padded_convolution, padded_convolution_backward
+from autopar.ir.ops.sequence.padded.convolution import (
+    PAD_GRADIENTS,
+    PADS,
+    ZEROS,
+    padded_convolution,
+    padded_convolution_backward,
+)
 from autopar.ir.ops.sequence.padded.windows import padded_windows, padded_windows_backward
 from autopar.ir.program import Program
 
 aten = torch.ops.aten
 
 _FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.default
-_FOUND = {aten.constant_pad_nd.default, aten.slice.Tensor, aten.slice_backward.default}
+_MODES = {target: mode for mode, targets in PADS.items() for target in targets}
+"""Padding with what a tensor has, by how it does."""
+
+_GRADIENTS = {
+    target: grad for m, targets in PADS.items() for target, grad in zip(targets, PAD_GRADIENTS[m], strict=True)
+}
+_FOUND = {aten.constant_pad_nd.default, aten.slice.Tensor, aten.slice_backward.default, *_MODES}
 _MOVES = (aten.permute.default, aten._to_copy.default)
 """What may stand between padding and a convolution."""
 
@@ -130,7 +142,7 @@ def _is_constant(constant: Any, node: fx.Node, other: Any) -> bool:
 
 
 def _padding(node: fx.Node) -> dict[int, tuple[int, int]]:
-    """What `constant_pad_nd` adds to both ends of each dim that it names."""
+    """What padding adds to both ends of each dim that it names."""
     numbers: Any = node.args[1]
     last = _value(node).ndim - 1
     return {last - i: (numbers[2 * i], numbers[2 * i + 1]) for i in range(len(numbers) // 2)}
@@ -220,6 +232,7 @@ class _Convolution:
         high: zeros behind.
         dilation: step within the kernel.
         groups: of channels.
+        mode: how it is padded.
     """
 
     stride: list[int]
@@ -227,10 +240,14 @@ class _Convolution:
     high: list[int]
     dilation: list[int]
     groups: int
+    mode: str = ZEROS
 
-    def padded(self, ends: dict[int, tuple[int, int]]) -> _Convolution | None:
+    def padded(self, ends: dict[int, tuple[int, int]], mode: str) -> _Convolution | None:
         """With its argument padded before, by dim; None where that is something else."""
         low, high = list(self.low), list(self.high)
+        # Of two kinds only one is the convolution's; what has been taken is no other's either.
+        if mode != self.mode and (any([*low, *high]) or any(n < 0 for pair in ends.values() for n in pair)):
+            return None
         for dim, numbers in ends.items():
             for side, n in zip((low, high), numbers, strict=True):
                 # Of a batch or of channels; or zeros behind elements that have been taken away.
@@ -238,7 +255,7 @@ class _Convolution:
                     return None
                 if n:
                     side[dim - 2] += n
-        return replace(self, low=low, high=high)
+        return replace(self, low=low, high=high, mode=mode)
 
     def cut(self, ends: _Ends) -> _Convolution | None:
         """With its result cut; None where that is something else."""
@@ -248,26 +265,27 @@ class _Convolution:
         low, high = list(self.low), list(self.high)
         low[at] += ends.low
         high[at] += ends.high
-        return replace(self, low=low, high=high)
+        return None if self.mode != ZEROS and min(*low, *high) < 0 else replace(self, low=low, high=high)
 
     def keeps_length(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether some dim has as many outputs as elements, but for the stride; and none loses all that it has."""
         numbers = zip(x.shape[2:], weight.shape[2:], self.stride, self.low, self.high, self.dilation, strict=True)
         kept = [size == s * ((size + a + b - d * (k - 1) - 1) // s + 1) for size, k, s, a, b, d in numbers]
         left = [n - max(-a, 0) - max(-b, 0) for n, a, b in zip(x.shape[2:], self.low, self.high, strict=True)]
-        return any(k and a != b for k, a, b in zip(kept, self.low, self.high, strict=True)) and min(left) > 0
+        other = self.mode != ZEROS
+        return any(k and (other or a != b) for k, a, b in zip(kept, self.low, self.high, strict=True)) and min(left) > 0
 
     @property
     def args(self) -> tuple[Any, ...]:
         """As our operators take them."""
-        return (self.stride, self.low, self.high, self.dilation, self.groups)
+        return (self.stride, self.low, self.high, self.dilation, self.groups, self.mode)
 
 
 def _numbers(node: fx.Node) -> _Convolution | None:
     """Of a convolution that is not transposed, or of its backward."""
     args: Any = node.args[4:] if node.target in (_BACKWARD, padded_convolution_backward) else node.args[3:]
     if node.target in (padded_convolution, padded_convolution_backward):
-        return _Convolution(*args[:5])
+        return _Convolution(*args[:6])
     stride, padding, dilation, transposed, _, groups = args[:6]
     spatial = _value(node.args[2 if node.target is _BACKWARD else 1]).ndim - 2
     each, low, high, step = (
@@ -277,13 +295,15 @@ def _numbers(node: fx.Node) -> _Convolution | None:
 
 
 def _padded_source(x: Any) -> tuple[fx.Node, list[fx.Node]] | None:
-    """A padding with zeros under a value, and what stands between them."""
+    """A padding with zeros or with what is there under a value, and what stands between them."""
     between: list[fx.Node] = []
     while isinstance(x, fx.Node) and _moves(x):
         between.insert(0, x)
         x = x.args[0]
-    if not isinstance(x, fx.Node) or x.target is not aten.constant_pad_nd.default:
+    if not isinstance(x, fx.Node) or x.target not in (aten.constant_pad_nd.default, *_MODES):
         return None
+    if x.target in _MODES:  # of dims in their order alone
+        return (x, between) if all(n.target is not aten.permute.default for n in between) else None
     return (x, between) if len(x.args) < 3 or x.args[2] == 0 else None
 
 
@@ -315,7 +335,7 @@ def _pad_of_convolution(graph: fx.Graph, node: fx.Node) -> None:
     if numbers is None or found is None:
         return
     pad, between = found
-    whole = numbers.padded(_as_seen(_padding(pad), between))
+    whole = numbers.padded(_as_seen(_padding(pad), between), _MODES.get(pad.target, ZEROS))
     if whole is None or not whole.keeps_length(_cropped(node.args[0], between, pad), _value(node.args[1])):
         return
     x = _unpadded(graph, node, pad, between)
@@ -373,7 +393,7 @@ def _gradients(graph: fx.Graph, node: fx.Node) -> None:
     shown, found = _value(x), _padded_source(x)
     if found is not None:
         pad, between = found
-        padded = numbers.padded(_as_seen(_padding(pad), between))
+        padded = numbers.padded(_as_seen(_padding(pad), between), _MODES.get(pad.target, ZEROS))
         chain, last = _gradient_of_padding(node, pad) if mask[0] else ([], None)
         if padded is not None and (last is not None or not mask[0]):
             numbers, shown = padded, _cropped(x, between, pad)
@@ -403,6 +423,9 @@ def _gradient_of_padding(node: fx.Node, pad: fx.Node) -> tuple[list[fx.Node], fx
         if _moves(user):
             chain.append(user)
             continue
+        if pad.target in _MODES:
+            same = user.target is _GRADIENTS[pad.target] and user.args[0] is chain[-1] and user.args[1:] == pad.args
+            return chain, user if same else None
         ends = _ends(user)
         cut = {} if ends is None else {ends.dim: (ends.low, ends.high)}
         if user.target is aten.constant_pad_nd.default:

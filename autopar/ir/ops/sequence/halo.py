@@ -17,6 +17,9 @@ from autopar.ir.ops.sequence.own_rows import filled, filled_but
 
 aten = torch.ops.aten
 
+BEYOND = CIRCULAR, REPLICATE, REFLECT = "circular", "replicate", "reflect"
+"""What stands beyond the ends of the whole, beside numbers: as `torch.nn.functional.pad` calls it."""
+
 
 def window(context: Any, x: Any, dim: int, size: int, low: int, high: int, fill: Any) -> Any:
     """A device's rows, ``low`` more at the front and ``high`` more at the end; negative numbers: so many less.
@@ -28,27 +31,27 @@ def window(context: Any, x: Any, dim: int, size: int, low: int, high: int, fill:
         size: how many they are.
         low: rows of the device before, from its last one on.
         high: rows of the device after.
-        fill: what stands before the first row of the whole and behind the last; None: the other end's rows.
+        fill: what stands before the first row of the whole and behind the last: a number, or one of `BEYOND`.
 
     Raises:
         ValueError: more rows than a neighbor has.
     """
-    check(size, low, high)
+    check(size, low, high, fill)
     pieces = []
     if low > 0:
         came = context.shift(aten.slice.Tensor(x, dim, size - low, size))
-        pieces.append(_at_end(context, came, False, fill))
+        pieces.append(_at_end(context, came, False, _beyond(x, dim, size, low, False, fill)))
     first, last = max(-low, 0), size - max(-high, 0)
     if first < last:
         pieces.append(x if (first, last) == (0, size) else aten.slice.Tensor(x, dim, first, last))
     if high > 0:
         came = context.shift(aten.slice.Tensor(x, dim, 0, high), back=True)
-        pieces.append(_at_end(context, came, True, fill))
+        pieces.append(_at_end(context, came, True, _beyond(x, dim, size, high, True, fill)))
     return pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, dim)
 
 
-def add_window(context: Any, grad: Any, ndim: int, dim: int, size: int, low: int, high: int) -> Any:
-    """The gradient of a `window` that is filled with zeros: each device's rows get what others computed for them.
+def add_window(context: Any, grad: Any, ndim: int, dim: int, size: int, low: int, high: int, fill: Any = 0.0) -> Any:
+    """The gradient of a `window`: each device's rows get what others computed for them.
 
     Args:
         context: of the lowering.
@@ -58,8 +61,9 @@ def add_window(context: Any, grad: Any, ndim: int, dim: int, size: int, low: int
         size: how many rows the device has.
         low: as of the window.
         high: as of the window.
+        fill: as of the window: what rows at the ends stand for gets their gradients; a number: nothing does.
     """
-    check(size, low, high)
+    check(size, low, high, fill)
     whole = low + size + high
     start, end = max(low, 0), low + size + min(high, 0)
     own = grad if (start, end) == (0, whole) else aten.slice.Tensor(grad, dim, start, end)
@@ -67,10 +71,12 @@ def add_window(context: Any, grad: Any, ndim: int, dim: int, size: int, low: int
         own = aten.constant_pad_nd.default(own, pads(ndim, dim, max(-low, 0), max(-high, 0)))
     if low > 0:
         came = context.shift(aten.slice.Tensor(grad, dim, 0, low), back=True)
-        own = _add_rows(own, _at_end(context, came, True, 0.0), dim, size - low, size)
+        own = _add_rows(own, _at_end(context, came, True, fill if fill == CIRCULAR else 0.0), dim, size - low, size)
+        own = _add_beyond(context, own, grad, dim, size, low, low, False, fill)
     if high > 0:
         came = context.shift(aten.slice.Tensor(grad, dim, whole - high, whole))
-        own = _add_rows(own, _at_end(context, came, False, 0.0), dim, 0, high)
+        own = _add_rows(own, _at_end(context, came, False, fill if fill == CIRCULAR else 0.0), dim, 0, high)
+        own = _add_beyond(context, own, grad, dim, size, low, high, True, fill)
     return own
 
 
@@ -92,18 +98,18 @@ def inside(context: Any, x: Any, size: int, low: int, high: int) -> Any:
     return pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, 0)
 
 
-def reach(low: int, high: int) -> int:
+def reach(low: int, high: int, fill: Any = 0.0) -> int:
     """How many rows a device must have at least for a window."""
-    return max(low, high, max(-low, 0) + max(-high, 0) + 1)
+    return max(low, high, max(-low, 0) + max(-high, 0) + 1) + int(fill == REFLECT)
 
 
-def check(size: int, low: int, high: int) -> None:
+def check(size: int, low: int, high: int, fill: Any = 0.0) -> None:
     """Refuse windows that reach beyond the neighbors.
 
     Raises:
         ValueError: more rows than a neighbor has.
     """
-    if size < reach(low, high):
+    if size < reach(low, high, fill):
         raise ValueError(f"a device has {size} rows, and a window of {low} before them and {high} behind needs more")
 
 
@@ -127,12 +133,50 @@ def before(context: Any, total: Any, reduce: Any, neutral: float, back: bool = F
     return reduce(filled_but(every, first, end, neutral))
 
 
-def _at_end(context: Any, came: Any, last: bool, fill: Any) -> Any:
-    """What came, but on the last device (or the first), to which it came from the other end: the filling."""
-    if fill is None:
+def _at_end(context: Any, came: Any, last: bool, beyond: Any) -> Any:
+    """What came, but on the last device (or the first), to which it came from the other end: what is beyond it."""
+    if isinstance(beyond, str):
         return came
+    if isinstance(beyond, float | int | bool):
+        return filled(came, _is_end(context, last), beyond)
+    own = filled(beyond, _is_inside(context, last), 0)
+    return aten.add.Tensor(filled(came, _is_end(context, last), 0), own)
+
+
+def _is_end(context: Any, last: bool) -> Any:
     index = context.axis_index()
-    return filled(came, index >= context.parts - 1 if last else index < 1, fill)
+    return index >= context.parts - 1 if last else index < 1
+
+
+def _is_inside(context: Any, last: bool) -> Any:
+    index = context.axis_index()
+    return index < context.parts - 1 if last else index >= 1
+
+
+def _beyond(x: Any, dim: int, size: int, count: int, last: bool, fill: Any) -> Any:
+    """Rows beyond an end of the whole, of the rows of the device that is there; or their filling, which is not."""
+    if fill == REPLICATE:
+        edge = aten.slice.Tensor(x, dim, size - 1, size) if last else aten.slice.Tensor(x, dim, 0, 1)
+        return edge if count == 1 else aten.cat.default([edge] * count, dim)
+    if fill == REFLECT:
+        first = size - 1 - count if last else 1
+        return aten.flip.default(aten.slice.Tensor(x, dim, first, first + count), [dim])
+    return fill
+
+
+def _add_beyond(
+    context: Any, own: Any, grad: Any, dim: int, size: int, low: int, count: int, last: bool, fill: Any
+) -> Any:
+    """The gradient of rows beyond an end of the whole goes to the rows that they are."""
+    if fill not in (REPLICATE, REFLECT):
+        return own
+    start = low + size if last else 0
+    beyond = filled(aten.slice.Tensor(grad, dim, start, start + count), _is_inside(context, last), 0)
+    if fill == REPLICATE:
+        at = size - 1 if last else 0
+        return _add_rows(own, aten.sum.dim_IntList(beyond, [dim], True), dim, at, at + 1)
+    at = size - 1 - count if last else 1
+    return _add_rows(own, aten.flip.default(beyond, [dim]), dim, at, at + count)
 
 
 def _add_rows(own: Any, came: Any, dim: int, start: int, end: int) -> Any:

@@ -50,6 +50,19 @@ def padded_and_cast(x: Tensor, conv: nn.Conv1d) -> Tensor:
     return conv(wide)
 
 
+def reflected(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return conv(F.pad(x.transpose(1, 2), (1, 1), mode="reflect"))
+
+
+def edges_and_zeros(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    return conv(F.pad(x.transpose(1, 2), (2, 0), mode="replicate"))[..., :LENGTH]
+
+
+def reflected_and_read(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    wide = F.pad(x.transpose(1, 2), (2, 0), mode="reflect")
+    return conv(wide) + wide[..., 1:-1].exp()
+
+
 def padded_with_ones(x: Tensor, conv: nn.Conv1d) -> Tensor:
     return conv(F.pad(x.transpose(1, 2), (2, 0), value=1.0))
 
@@ -145,6 +158,9 @@ CONVOLUTIONS = ("padded_convolution", "padded_convolution_backward")
         (padded, {}, CONVOLUTIONS, ("convolution", "constant_pad_nd")),
         (padded_before_it_is_turned, {}, CONVOLUTIONS, ("convolution", "constant_pad_nd")),
         (padded_and_cast, {}, ("padded_convolution",), ()),
+        (reflected, {}, CONVOLUTIONS, ("convolution", "reflection_pad1d", "reflection_pad1d_backward")),
+        (edges_and_zeros, {"padding": 1}, ("replication_pad1d", "replication_pad1d_backward"), CONVOLUTIONS),
+        (reflected_and_read, {}, ("padded_convolution", "reflection_pad1d_backward"), CONVOLUTIONS[1:]),
         (padded_with_ones, {}, ("convolution", "constant_pad_nd"), CONVOLUTIONS),
         (read_twice, {}, ("convolution_backward", "padded_convolution"), ("padded_convolution_backward",)),
         (shorter, {"padding": 2}, ("convolution", "masked_fill"), (*CONVOLUTIONS, "slice")),

@@ -1,4 +1,4 @@
-"""Convolution and resampling, forward and backward: batch, groups, channels, and whole patches.
+"""Convolution, forward and backward: batch, groups, channels, and whole patches.
 
 Where the kernel is as large as the stride and nothing is padded (1x1 convolutions, patch embeddings), every output
 reads a patch of its own: the spatial dims are ``(Xu)`` and free in X. Where the output is as long as the input, but for
@@ -7,68 +7,18 @@ or, of a transposed convolution, what its outputs have of their inputs.
 """
 
 import math
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from autopar.ir.ops.sequence import halo
 from autopar.ir.ops.sequence.padded import convolution as ours
-from autopar.rules.rule import Lowering, Rule, Spec, dims, letters, rule
+from autopar.rules.rule import Lowering, Rule, Spec, dims, rule
+from autopar.strategies.convolution.windows import INSIDE, KERNEL, OUTSIDE, REST, Window, at, sends
 
 aten = torch.ops.aten
-
-INSIDE, KERNEL, OUTSIDE, REST = "xyz", "uvw", "XYZ", "pqr"
-
-
-@dataclass(frozen=True)
-class Window:
-    """What one output position reads along one spatial dim.
-
-    Attributes:
-        kernel: size of the kernel.
-        stride: from one output's first element to the next one's.
-        low: zeros before the first element.
-        high: zeros behind the last.
-        step: from one element of the kernel to the next.
-    """
-
-    kernel: int
-    stride: int
-    low: int
-    high: int
-    step: int
-
-    @property
-    def reach(self) -> int:
-        """Elements from the first that an output reads to its last."""
-        return self.step * (self.kernel - 1) + 1
-
-    @property
-    def behind(self) -> int:
-        """How many elements behind a block's last one its last output reads; negative: so many it leaves."""
-        return self.reach - self.low - self.stride
-
-    def outputs(self, size: int) -> int:
-        """How many positions of a dim have an output."""
-        return (size + self.low + self.high - self.reach) // self.stride + 1
-
-    def aligned(self, size: int) -> bool:
-        """Whether a block of input is a block of output, as many times as long as the stride says."""
-        return size == self.outputs(size) * self.stride
-
-    @property
-    def alone(self) -> bool:
-        """Whether the outputs of a block read nothing but that block."""
-        return self.low == 0 and self.behind <= 0
-
-    @property
-    def tiles(self) -> bool:
-        """Whether outputs read consecutive patches."""
-        return self.kernel == self.stride and self.low == self.high == 0 and (self.step == 1 or self.kernel == 1)
 
 
 @dataclass(frozen=True)
@@ -79,25 +29,32 @@ class _Call:
         windows: of each spatial dim.
         args: stride, low and high padding, dilation, whether it is transposed, output padding, groups.
         different: whether it may be padded differently at both ends.
+        mode: how it is padded.
     """
 
     windows: tuple[Window, ...]
     args: tuple[Any, ...]
     different: bool
+    mode: str = ours.ZEROS
 
     @staticmethod
     def of(weight: Spec, args: Sequence[Any], different: bool) -> "_Call":
         """From the arguments behind the tensors."""
-        count = len(weight.shape) - 2
+        count, mode = len(weight.shape) - 2, ours.ZEROS
         if different:
-            stride, low, high, dilation, groups = args
+            stride, low, high, dilation, groups, mode = args
             transposed, more = False, [0] * count
         else:
             stride, low, dilation, transposed, more, groups = args
             high = low
         *lists, more = [[at(n, i) for i in range(count)] for n in (stride, low, high, dilation, more)]
         windows = tuple(Window(weight.shape[2 + i], *(n[i] for n in lists)) for i in range(count))
-        return _Call(windows, (*lists, transposed, more, groups), different)
+        return _Call(windows, (*lists, transposed, more, groups), different, mode)
+
+    @property
+    def fill(self) -> Any:
+        """What stands beyond the ends of the whole."""
+        return 0.0 if self.mode == ours.ZEROS else self.mode
 
     def tiles(self, i: int, size: int) -> bool:
         """Whether patches tile a spatial dim: each output reads one of its own, and they are split like samples."""
@@ -120,8 +77,8 @@ class _Call:
         """Arguments of the same on elements that have been padded along ``dim``, and whether ends are different."""
         stride, low, high, dilation, _, more, _ = self.args
         low, high = ([0 if i == dim else n for i, n in enumerate(side)] for side in (low, high))
-        if low != high or min(low) < 0:
-            return [stride, low, high, dilation, groups], True
+        if low != high or min(low) < 0 or (self.mode != ours.ZEROS and any(low)):
+            return [stride, low, high, dilation, groups, self.mode], True
         return [stride, low, dilation, False, more, groups], False
 
     def unpadded(self, dim: int, groups: int) -> list[Any]:
@@ -129,16 +86,6 @@ class _Call:
         stride, low, _, dilation, transposed, more, _ = self.args
         low, more = ([0 if i == dim else n for i, n in enumerate(side)] for side in (low, more))
         return [stride, low, dilation, transposed, more, groups]
-
-
-def at(sizes: Sequence[int], i: int) -> int:
-    """That of a spatial dim among numbers of each, or one of all."""
-    return sizes[i] if len(sizes) > 1 else sizes[0]
-
-
-def sends(x: Spec) -> bool:
-    """Whether rows of a tensor can be sent."""
-    return x.dtype is None or not x.dtype.is_complex
 
 
 @dataclass(frozen=True)
@@ -211,7 +158,7 @@ def _copied(call: _Call, x: Spec, out: float, backward: bool, of_x: bool) -> flo
     item = getattr(x.dtype, "itemsize", 4)
     if not call.different:
         return 0.0
-    if ours.padding_of_both(stride, low, high) is not None:
+    if ours.padding_of_both(stride, low, high, call.mode) is not None:
         return 2.0 * out * item * backward
     sizes = (n + w.low + w.high for n, w in zip(x.shape[2:], call.windows, strict=True))
     return 2.0 * math.prod((*x.shape[:2], *sizes)) * item * (1 + of_x)
@@ -227,12 +174,12 @@ def _with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
     low, high, letter = window.low, window.behind, OUTSIDE[dim]
 
     def build(context: Any, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-        size = context.local_size(letter) * window.stride
-        wide = halo.window(context, x, 2 + dim, size, low, high, 0.0)
-        rest, different = call.within(dim, args[-1])
+        size, groups = context.local_size(letter) * window.stride, args[-2 if call.different else -1]
+        wide = halo.window(context, x, 2 + dim, size, low, high, call.fill)
+        rest, different = call.within(dim, groups)
         return (ours.padded_convolution if different else aten.convolution.default)(wide, weight, bias, *rest)
 
-    return {letter: Lowering(build, least=-(-halo.reach(low, high) // window.stride))}
+    return {letter: Lowering(build, least=-(-halo.reach(low, high, call.fill) // window.stride))}
 
 
 def _gradients_with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
@@ -245,19 +192,18 @@ def _gradients_with_neighbors(call: _Call, x: Spec) -> dict[str, Lowering]:
     low, high, letter, ndim = window.low, window.behind, OUTSIDE[dim], x.ndim
 
     def build(context: Any, grad: Any, x: Any, weight: Any, bias_sizes: Any, *args: Any) -> Any:
-        *_, groups, mask = args
-        size = context.local_size(letter) * window.stride
-        wide = halo.window(context, x, 2 + dim, size, low, high, 0.0)
+        size, groups, mask = context.local_size(letter) * window.stride, args[-3 if call.different else -2], args[-1]
+        wide = halo.window(context, x, 2 + dim, size, low, high, call.fill)
         rest, different = call.within(dim, groups)
         target = ours.padded_convolution_backward if different else aten.convolution_backward.default
         made = target(grad, wide, weight, bias_sizes, *rest, mask)
         # Each output is a node of its own.
         found = [aten.alias.default(made[i]) if wanted else None for i, wanted in enumerate(mask)]
         if mask[0]:
-            found[0] = halo.add_window(context, made[0], ndim, 2 + dim, size, low, high)
+            found[0] = halo.add_window(context, made[0], ndim, 2 + dim, size, low, high, call.fill)
         return tuple(found)
 
-    return {letter: Lowering(build, least=-(-halo.reach(low, high) // window.stride))}
+    return {letter: Lowering(build, least=-(-halo.reach(low, high, call.fill) // window.stride))}
 
 
 def _to_neighbors(call: _Call, dim: int, ndim: int) -> dict[str, Lowering]:
@@ -346,7 +292,7 @@ def convolution(x: Spec, weight: Spec, bias: Spec | None, *args: Any) -> Rule:
 
 @rule(ours.padded_convolution)
 def padded_convolution(x: Spec, weight: Spec, bias: Spec | None, *args: Any) -> Rule:
-    """Convolution; ``args``: stride, padding before and behind, dilation, groups."""
+    """Convolution; ``args``: stride, padding before and behind, dilation, groups, how it is padded."""
     return _forward_rule(x, weight, bias, args, different=True)
 
 
@@ -360,207 +306,5 @@ def convolution_backward(grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence
 def padded_convolution_backward(
     grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, *args: Any
 ) -> Rule:
-    """The same of a convolution that is padded differently at both ends."""
+    """The same of a convolution that is padded differently at both ends, or with what it reads."""
     return _backward_rule(grad, x, weight, bias_sizes, args, different=True)
-
-
-@rule(aten.im2col.default)
-def im2col(
-    x: Spec, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
-) -> Rule:
-    """Patches of images, as columns: those of a device's rows, with rows of its neighbors."""
-    names = _patches(x.shape, kernel, dilation, padding, stride)
-    window, dim, lower = names.window, x.ndim - 2, {}
-
-    def build(context: Any, x: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-        size = context.local_size("Y") * window.stride
-        wide = halo.window(context, x, dim, size, window.low, window.behind, 0.0)
-        return aten.im2col.default(wide, kernel, dilation, [0, at(padding, 1)], stride)
-
-    if "Y" not in names.blocked and not window.alone:
-        lower["Y"] = Lowering(build, least=-(-halo.reach(window.low, window.behind) // window.stride))
-    blocked = names.blocked if sends(x) or not lower else names.blocked + "Y"
-    return Rule(f"{names.x}->{names.out}", blocked=blocked, linear=((0,),), sizes=names.sizes, lower=lower)
-
-
-@rule(aten.col2im.default)
-def col2im(
-    columns: Spec, output_size: Sequence[int], kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int],
-    stride: Sequence[int],
-) -> Rule:  # fmt: skip
-    """Columns added up where their patches are: what is in a neighbor's rows goes there."""
-    channels = columns.shape[-2] // math.prod(at(kernel, i) for i in range(2))
-    shape = (*columns.shape[:-2], channels, *output_size)
-    names = _patches(shape, kernel, dilation, padding, stride)
-    window, ndim, lower = names.window, len(shape), {}
-
-    def build(context: Any, columns: Any, sizes: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-        size, low, behind = context.local_size("Y") * window.stride, window.low, window.behind
-        wide = [size + low + behind, sizes[1]]
-        made = aten.col2im.default(columns, wide, kernel, dilation, [0, at(padding, 1)], stride)
-        return halo.add_window(context, made, ndim, ndim - 2, size, low, behind)
-
-    if "Y" not in names.blocked and not window.alone:
-        lower["Y"] = Lowering(build, least=-(-halo.reach(window.low, window.behind) // window.stride))
-    blocked = names.blocked if sends(columns) or not lower else names.blocked + "Y"
-    rows: dict[int | str, str | tuple[str, ...]] = {1: ("" if "Y" in blocked else "Y", "")}
-    return Rule(f"{names.out}->{names.x}", blocked=blocked, linear=((0,),), sizes=names.sizes, scaled=rows, lower=lower)
-
-
-@dataclass(frozen=True)
-class _Patches:
-    """Equations of images and of their patches.
-
-    Attributes:
-        x: of images.
-        out: of patches.
-        blocked: letters along which they are not split.
-        sizes: of the letters that shapes do not tell.
-        window: of the rows.
-    """
-
-    x: str
-    out: str
-    blocked: str
-    sizes: dict[str, int]
-    window: Window
-
-
-def _patches(shape: Sequence[int], *numbers: Sequence[int]) -> _Patches:
-    """Of a kernel, dilation, padding and stride; rows are split where there is a row of patches for each stride."""
-    windows = []
-    for i in range(2):
-        kernel, step, pad, stride = (at(n, i) for n in numbers)
-        windows.append(Window(kernel, stride, pad, pad, step))
-    (rows, columns), batch = windows, "n" * (len(shape) - 3)
-    aligned = rows.aligned(shape[-2])
-    inside = ["Y" + "r" * (rows.stride > 1), "z"] if aligned else ["y", "z"]
-    sizes = {"u": rows.kernel, "v": columns.kernel, "Z": columns.outputs(shape[-1])}
-    sizes |= {"r": rows.stride} if aligned and rows.stride > 1 else {}
-    sizes |= {} if aligned else {"Y": rows.outputs(shape[-2])}
-    blocked = "uvZz" + ("r" * ("r" in sizes) if aligned else "yY")
-    return _Patches(dims([*batch, "c", *inside]), dims([*batch, "cuv", "YZ"]), blocked, sizes, rows)
-
-
-def planes(x: Spec, spatial: int) -> tuple[str, str, str, str]:
-    """The plane before and after, and the spatial letters of both."""
-    names = letters(x.ndim)
-    # A window may reach into the next block, so positions are not split; samples and channels are free.
-    free = names[: x.ndim - spatial]
-    after = letters(spatial, x.ndim)
-    return names, free + after, names[len(free) :], after
-
-
-def _backward(spatial: int) -> Callable[..., Rule]:
-    def backward(grad: Spec, x: Spec, *_: Any) -> Rule:
-        before, after, inside, outside = planes(x, spatial)
-        return Rule(f"{after},{before}->{before}", blocked=inside + outside, linear=((0,),))
-
-    return backward
-
-
-def _resample_backward(spatial: int) -> Callable[..., Rule]:
-    def backward(grad: Spec, output_size: Sequence[int], input_size: Sequence[int], *_: Any) -> Rule:
-        before, after, inside, outside = planes(grad, spatial)
-        return Rule(f"{before}->{after}", blocked=inside + outside, linear=((0,),), shapes=(2,))
-
-    return backward
-
-
-def _linear_forward(spatial: int) -> Callable[..., Rule]:
-    def forward(x: Spec, *_: Any) -> Rule:
-        before, after, inside, outside = planes(x, spatial)
-        return Rule(f"{before}->{after}", blocked=inside + outside, linear=((0,),))
-
-    return forward
-
-
-RESAMPLING = {
-    1: ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),
-    2: ("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"),
-    3: ("upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d"),
-}
-"""By number of spatial dims: the operators of `torch.nn.functional.interpolate`."""
-
-
-@lru_cache(256)
-def _repeats(name: str, size: int, out: int, scale: float | None) -> bool:
-    """Whether each element of a dim is repeated, all of them as often.
-
-    Kernels multiply positions by a float: at some sizes they take another element, of a block and of the whole.
-    """
-    if not size or out % size:
-        return False
-    half, step = 0.5 if "exact" in name else 0.0, 1 / scale if scale else size / out
-    return all(
-        math.floor(rounded((i + half) * rounded(step))) == i // (out // size)
-        for rounded in (float, _single)
-        for i in range(out)
-    )
-
-
-def _single(value: float) -> float:
-    """The nearest number in float32."""
-    return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
-def _nearest_rule(
-    name: str, before: Sequence[int], after: Sequence[int], scales: Sequence[float | None], backward: bool
-) -> Rule:
-    """Dims that are repeated are ``x`` and ``(xu)``, and free in x; others are whole."""
-    ndim, spatial = len(before), len(after)
-    names, others = letters(ndim), letters(spatial, ndim)
-    right, blocked, counts, own = list(names), others, dict[str, int](), list[str]()
-    for i, (size, out, other) in enumerate(zip(before[-spatial:], after, others, strict=True)):
-        d = ndim - spatial + i
-        if _repeats(name, size, out, scales[i] if i < len(scales) else None):
-            right[d], counts[other] = names[d] + other, out // size
-        else:
-            right[d], blocked = other, blocked + names[d]
-        own.append(names[d] if other in counts else "")
-    options: dict[str, Any] = {"blocked": blocked, "linear": ((0,),), "scaled": {1: tuple(own)}, "sizes": counts}
-    if backward:
-        return Rule(f"{dims(right)}->{names}", shapes=(2,), **options)
-    return Rule(f"{names}->{dims(right)}", **options)
-
-
-def _nearest(name: str) -> Callable[..., Rule]:
-    def forward(x: Spec, output_size: Sequence[int], *scales: float | None) -> Rule:
-        return _nearest_rule(name, x.shape, output_size, scales, backward=False)
-
-    return forward
-
-
-def _nearest_backward(name: str) -> Callable[..., Rule]:
-    def backward(grad: Spec, output_size: Sequence[int], input_size: Sequence[int], *scales: float | None) -> Rule:
-        return _nearest_rule(name, input_size, output_size, scales, backward=True)
-
-    return backward
-
-
-for _n, _names in RESAMPLING.items():
-    for _name in _names:
-        _near = "nearest" in _name
-        rule(getattr(aten, _name).default)(_nearest(_name) if _near else _linear_forward(_n))
-        rule(getattr(aten, f"{_name}_backward").default)(_nearest_backward(_name) if _near else _resample_backward(_n))
-
-for _kind in ("reflection", "replication"):
-    for _n in (1, 2, 3):
-        rule(getattr(aten, f"{_kind}_pad{_n}d").default)(_linear_forward(_n))
-        rule(getattr(aten, f"{_kind}_pad{_n}d_backward").default)(_backward(_n))
-
-
-@rule(aten.pixel_shuffle.default)
-def pixel_shuffle(x: Spec, r: int) -> Rule:
-    """Channels in groups of ``r * r`` become pixels."""
-    names = letters(x.ndim - 3, 10)  # from k on: c, h, w, u and v have a meaning here
-    sizes = {"u": r, "v": r}
-    return Rule(f"{names}(cuv)hw->{names}c(hu)(wv)", blocked="uv", linear=((0,),), sizes=sizes)
-
-
-@rule(aten.pixel_unshuffle.default)
-def pixel_unshuffle(x: Spec, r: int) -> Rule:
-    """Pixels of each ``r`` by ``r`` square become channels."""
-    names = letters(x.ndim - 3, 10)
-    sizes = {"u": r, "v": r}
-    return Rule(f"{names}c(hu)(wv)->{names}(cuv)hw", blocked="uv", linear=((0,),), sizes=sizes)
