@@ -185,17 +185,21 @@ def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
     Raises:
         InfeasibleError: there are none, or sizes do not divide.
     """
-    batch = batch_factors(program, dims)
+    batch, count = batch_factors(program, dims), program.microbatches
     parts, along = _extent(axes, roles, *SPLIT_BATCH)
+    # Of the whole batch, as users know it.
+    each, fewer = (f" in {count} microbatches", ", fewer microbatches") if count > 1 else ("", "")
     if parts > 1 and not batch:
+        one = f"a microbatch, one of {count}, has one sample" if count > 1 else "one sample has none"
         raise InfeasibleError(
-            f"no tensor of the batch has a dim of samples to split along {along} (one sample has none); take a batch "
-            f"of a multiple of {parts}, or role 'context', which splits the sequence, or 'tensor'"
+            f"no tensor of the batch has a dim of samples to split along {along} ({one}); take a batch of a multiple "
+            f"of {parts * count}{fewer}, or role 'context', which splits the sequence, or 'tensor'"
         )
-    uneven = [f.size for f in batch if f.size % parts]
+    uneven = [f.size * count for f in batch if f.size % parts]
     if uneven:
         raise InfeasibleError(
-            f"{uneven[0]} samples do not divide along {along}; take a batch of a multiple of {parts}, or smaller axes"
+            f"{uneven[0]} samples{each} do not divide along {along}; take a batch of a multiple of {parts * count}"
+            f"{fewer}, or smaller axes"
         )
     along_experts, weights = _experts(program, dims, axes, roles)
     experts = ids(along_experts)

@@ -357,6 +357,23 @@ def test_sizes_that_do_not_divide(name: str, axes: dict[str, int], recipe: str, 
         planned(name, axes, recipe=recipe, padding=False)
 
 
+@pytest.mark.parametrize(
+    ("axes", "count", "message"),
+    [
+        (
+            {"a": 4},
+            4,
+            "8 samples in 4 microbatches do not divide along axis a=4; take a batch of a multiple of 16, fewer",
+        ),
+        ({"a": 2}, 8, "(a microbatch, one of 8, has one sample); take a batch of a multiple of 16, fewer microbatches"),
+    ],
+)
+def test_samples_of_microbatches_that_do_not_divide(axes: dict[str, int], count: int, message: str) -> None:
+    """What is named is the batch that the user has."""
+    with pytest.raises(InfeasibleError, match=re.escape(message)):
+        planned("mlp", axes, recipe="ddp", padding=False, pins={"microbatches": count})
+
+
 class Chunks(torch.nn.Module):
     """Looks at a sequence as two chunks, as scans do."""
 
