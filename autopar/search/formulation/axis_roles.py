@@ -340,10 +340,12 @@ def _allowed(
     if found := along(factors.tensor):
         return found
     found = along(factors.sequence) if role == SEQUENCE else frozenset()
-    if found and factors.hidden & factors_of(operator_types(node, program, dims)).keys():
-        # A value that is gathered for a linear may be transposed for its gradient: a view costs nothing either way.
-        return found | whole if dims.operators[node].rule.view else found | (whole - {REPLICATE})
-    return whole  # masks, positions, labels
+    hidden = factors.hidden & factors_of(operator_types(node, program, dims)).keys()
+    # A value that is gathered for a linear may be transposed for its gradient: a view costs nothing either way. And a
+    # norm's statistics are split as its values are, while masks, positions and labels may be read whole.
+    if found and hidden and not dims.operators[node].rule.view:
+        return found | (whole - {REPLICATE})
+    return found | whole
 
 
 def _batch_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], factors: RoleFactors) -> Layout:
