@@ -193,6 +193,12 @@ def test_scaled_mm(rowwise: bool, dtype: torch.dtype) -> None:
     expected = product(*values, *scales, "e5m2", "e4m3", dtype)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    # Into rows of a larger tensor, as chunks of products are.
+    whole = torch.full((40, 16), -1.0, dtype=dtype)
+    rows = whole.narrow(0, 4, 32)
+    assert compat.scaled_mm(left, right.t(), scales[0], scales[1].t(), dtype, rows).data_ptr() == rows.data_ptr()
+    assert torch.equal(rows, found)
+    assert bool((whole[:4] == -1).all() and (whole[36:] == -1).all())
 
 
 def test_arguments_of_operators() -> None:
