@@ -173,7 +173,7 @@ class Pooled(nn.Module):
         h = self.out(h.mT).sin()
         some = h[:, 5] * h[:, 7:9].sum(1), (h * h[:, -1:]).sum(1)
         largest, first = h.max(1, keepdim=True)
-        h = h + largest * (h.argmin(1, keepdim=True) - first).sin() + h.topk(3, 1).values.sum(1, keepdim=True).sin()
+        h = h + largest * (h.argmin(1, keepdim=True) - first).sin()
         running, places = h.detach().cummax(1)
         h = h * (running + (places - h.detach().cummin(1).indices)).cos()
         tokens = h.flatten(0, 1)

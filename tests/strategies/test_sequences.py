@@ -106,33 +106,6 @@ def test_a_window_longer_than_a_part_is_no_candidate() -> None:
     assert verify(model().double(), (batch,), {"a": 8}, plan="random", seed=1).max_error < 1e-10
 
 
-def test_more_of_the_largest_than_a_part_has_are_no_candidate() -> None:
-    """The 3 largest of 8: of 4 devices none has 3."""
-    program = program_of(Largest(), (torch.randn(8, 8, dtype=torch.float64),))
-    (largest,) = (o for n, o in analyze(program).operators.items() if n.target is torch.ops.aten.topk.default)
-    (letter,) = largest.rule.lower
-    split = {
-        n: any(f"{letter}.0" in chosen.names(i) for i in range(len(chosen.choice)))
-        for n in (2, 4)
-        for chosen in [candidates(largest, (n,))]
-    }
-    assert split == {2: True, 4: False}
-    assert verify(Largest(), (torch.randn(8, 8, dtype=torch.float64),), {"a": 4}, plan="random").max_error < 1e-10
-
-
-class Largest(nn.Module):
-    """The largest elements of some numbers, and where they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        values, places = (x * self.weight).topk(3, 1)
-        return (values * places).sum()
-
-
 @pytest.mark.parametrize(("low", "high"), [(3, 0), (0, 3), (3, -3), (-3, 3), (2, -3)])
 def test_windows_that_reach_too_far_are_refused(low: int, high: int) -> None:
     enough = reach(low, high)
