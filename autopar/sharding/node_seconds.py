@@ -11,9 +11,8 @@ from autopar.ir.graph import values_of
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import Collective
 from autopar.ir.ops.exchange import HOST_WAITS
-from autopar.ir.ops.rows import multiply_float8_rows_, multiply_rows_
 from autopar.sharding.candidates import candidates
-from autopar.sharding.chunks.products import rate_of
+from autopar.sharding.chunks.products import WRITES_PRODUCTS, rate_of
 from autopar.sharding.lowered.cost import emitted_work
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 from autopar.sharding.redistribute.moves import Machine
@@ -39,7 +38,7 @@ class NodeSeconds:
             work = emitted_work(node)
             if work is None:
                 return 0.0, 0.0
-            if node.target in (multiply_rows_, multiply_float8_rows_):
+            if node.target in WRITES_PRODUCTS:
                 return float(kernel_seconds(work, rate_of(node, device), device)[0]), 1.0
             dtypes = (str(v.dtype).removeprefix("torch.") for v in values_of(node) if v is not None)
             dtype = next((d for d in dtypes if d in device.flops), "float32")

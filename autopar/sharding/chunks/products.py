@@ -24,7 +24,8 @@ _WRITES: dict[Any, Any] = {
 }
 """What writes some rows of each product, the first operand of which has these rows."""
 
-PRODUCTS = frozenset(_WRITES)
+PRODUCTS, WRITES_PRODUCTS = frozenset(_WRITES), frozenset(_WRITES.values())
+"""Products, and what writes rows of them."""
 
 
 def others(node: fx.Node) -> tuple[fx.Node, ...]:

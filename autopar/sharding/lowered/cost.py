@@ -26,13 +26,13 @@ from autopar.ir.graph import tensor_arguments, values_of
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, c10d
-from autopar.ir.ops.rows import add_rows_, fill_rows_, multiply_float8_rows_, multiply_rows_, new_rows
+from autopar.ir.ops.rows import add_rows_, fill_rows_, new_rows
 from autopar.ir.quantized.operators import QUANTIZERS, sum_from_blocks, to_blocks
 from autopar.rules.remembered import remembered
 from autopar.rules.shapes.kernel_shapes import called
 from autopar.rules.shapes.known_strides import local_rule
 from autopar.sharding.candidates import combine
-from autopar.sharding.chunks.products import rows_work
+from autopar.sharding.chunks.products import WRITES_PRODUCTS, rows_work
 from autopar.sharding.dims import Operator
 from autopar.sharding.lowered.arguments import localized
 from autopar.sharding.lowered.emit import emit_lowering, lowered_letters
@@ -176,7 +176,7 @@ def emitted_work(node: fx.Node) -> Work | None:
     """
     if node.target in (c10d.wait_tensor.default, new_rows) or info(node).collective is not None:
         return None
-    if node.target in (multiply_rows_, multiply_float8_rows_):
+    if node.target in WRITES_PRODUCTS:
         whole, rows = (a.meta["val"] for a in node.all_input_nodes[:2])
         return rows_work(len(rows), rows, whole.shape[1], whole.dtype)
     if node.target is add_rows_:
