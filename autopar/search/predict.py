@@ -23,13 +23,14 @@ from autopar.ir.plan import ModuleRow, Plan, Predicted
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
 from autopar.passes.kernels.add_bias_in_product import adds_bias
+from autopar.rules.remembered import remembered
 from autopar.search.emitted.rewritten import rewritten
 from autopar.search.overlap.launches import Bucketed, Launches, begun_with, further_messages, messages
 from autopar.search.overlap.regions import BACKWARD, BEFORE, BLOCKING_KINDS, CHUNKED, WITHIN, Regions, regions_of
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features, step_time_of
 from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, CountedMove, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, split_parts
-from autopar.sharding.dims import Dims, analyze
+from autopar.sharding.dims import Dims, Operator, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.operator_cost import arithmetic_dtype, emitted_kernels, operator_seconds
@@ -204,7 +205,7 @@ def _account(
         shared=dict(shared),
     )  # fmt: skip
     moved = all_moves(program, dims, assignment, Tables(account.machine))
-    _count_operators(program, dims, assignment, classes, account, moved)
+    _count_operators(program, dims, assignment, account, moved)
     _count_moves(program, dims, assignment, classes, account, moved)
     _count_copies(program, dims, assignment, account, plan.optimizer)
     return account
@@ -316,30 +317,24 @@ class _Account:
         self.collectives[name][kind] += times
 
 
+@remembered(2**14)
+def _operator_cost(operator: Operator, names: tuple[str, ...], machine: Machine) -> tuple[float, float]:
+    """Seconds and launches of an operator under one strategy name an axis: the same in all plans that are compared."""
+    one = candidates(operator, machine.sizes, allowed=[[n] for n in names])
+    launches = float(emitted_kernels(operator, names, machine).launches.sum()) if machine.device.host else 0.0
+    return float(operator_seconds(operator, one, machine)[0]), launches
+
+
 def _count_operators(
-    program: Program,
-    dims: Dims,
-    assignment: Assignment,
-    classes: LayerClasses,
-    account: _Account,
-    moved: Container[Value],
+    program: Program, dims: Dims, assignment: Assignment, account: _Account, moved: Container[Value]
 ) -> None:
-    known: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
-    machine = account.machine
     for node, names in assignment.strategies.items():
-        operator = dims.operators[node]
-        # Repeated layers are alike: each kind of operator is costed once.
-        key = (classes.key[node], names)
-        if key not in known:
-            one = candidates(operator, machine.sizes, allowed=[[n] for n in names])
-            launches = float(emitted_kernels(operator, names, machine).launches.sum()) if machine.device.host else 0.0
-            known[key] = float(operator_seconds(operator, one, machine)[0]), launches
+        seconds, launches = _operator_cost(dims.operators[node], names, account.machine)
         recompute, runs = assignment.recompute, program.runs(node)
         # An invariant that is saved runs once per step; a recomputed operator runs in the backward pass, too, and one
         # that only recomputed operators read runs there alone.
         first = 1 if node in assignment.hoisted else runs * (node not in recompute.backward_only)
         recomputed = runs * recompute.times(node)
-        seconds, launches = known[key]
         account.kernels(node, seconds * first, seconds * recomputed, hoisted=node in assignment.hoisted)
         if not adds_bias(node) or producer(node.all_input_nodes[0]) in moved:  # else it is part of the product
             account.launches.alone += launches * (first + recomputed)
