@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from autopar.compiler import program_of
 from autopar.errors import CaptureError
@@ -156,6 +156,60 @@ def test_functions_that_are_refused(functions: Any, message: str) -> None:
     assert message in str(found.value) and "_mod" in str(found.value) and __file__ in str(found.value)
 
 
-def test_logarithms_are_refused() -> None:
-    with pytest.raises(CaptureError, match="only the result is computed"):
-        target_of(window, lambda *args, **kwargs: flex_attention(*args, **kwargs, return_lse=True)[0])
+def sinks(m: Flexible, out: Tensor, log: Tensor) -> Tensor:
+    """A sum of exponentials that has one more term, as of gpt-oss; and the logarithms by themselves."""
+    total = torch.logaddexp(log, m.slopes.view(1, -1, 1))
+    seen = m.out((out * torch.exp(log - total).unsqueeze(-1)).transpose(1, 2).flatten(2))
+    loss: Tensor = seen.square().mean() + log.masked_fill(log == -torch.inf, 0.0).tanh().mean()
+    return loss
+
+
+class WithLogarithms(Flexible):
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        mask, score = self.functions(self, ids)
+        n = x.shape[1]
+        block = None if mask is None else create_block_mask(mask, ROWS, None, n, n, device="cpu")
+        asked = AuxRequest(lse=True, max_scores=True)
+        out, aux = flex_attention(*self.heads(x), score, block, enable_gqa=True, return_aux=asked)
+        return sinks(self, out, aux.lse) + aux.max_scores.clamp_min(-9.0).mean()
+
+
+def some_see_nothing(m: Any, ids: Tensor) -> tuple[Any, Any]:
+    return lambda b, h, i, j: (i >= j) & (ids[b, i] == ids[b, j]) & (i > 2), None
+
+
+def odd(m: Any, ids: Tensor) -> tuple[Any, Any]:
+    return window(m, ids)[0], lambda s, b, h, i, j: s * torch.sigmoid(s)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [some_see_nothing, learned, odd, *(pytest.param(f, marks=pytest.mark.deep) for f in (documents, slopes, capped))],
+)
+def test_logarithms(name: Any) -> None:
+    """Of a random plan with torch's formula: loss and gradients, which torch has on no CPU."""
+    model, given = WithLogarithms(name).double(), batch()
+    model.slopes = nn.Parameter(model.slopes)
+    report = verify(model, given, {"a": 2, "b": 2}, plan="random", seed=1)
+    assert max(report.max_error, report.capture_error) < 1e-10
+    (q, k, v), at = model.heads(given["x"]), [torch.arange(n) for n in (ROWS, 4, TOKENS, TOKENS)]
+    indices = [t.reshape([-1 if d == i else 1 for i in range(4)]) for d, t in enumerate(at)]
+    scores, (mask, score) = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 2.0, name(model, given["ids"])
+    scores = scores if score is None else score(scores, *indices)
+    scores = scores.masked_fill(~mask(*indices), -torch.inf)
+    log = scores.logsumexp(-1)
+    weights = (scores - log.masked_fill(log == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    loss = sinks(model, weights @ v.repeat_interleave(2, 1), log) + scores.amax(-1).detach().clamp_min(-9.0).mean()
+    torch.testing.assert_close(report.loss, loss.detach())
+    loss.backward()
+    for parameter, gradient in model.named_parameters():
+        if gradient.grad is not None:
+            torch.testing.assert_close(report.gradients[parameter], gradient.grad)
+
+
+def test_logarithms_that_nobody_reads_cost_nothing() -> None:
+    """As transformers asks for them on GPUs, of all models."""
+    found = target_of(window, lambda *args, **kwargs: flex_attention(*args, **kwargs, return_lse=True)[0])
+    assert found.target is attention_masked and found.args[3:8] == ([], "", False, 4, 0)
+    with pytest.raises(CaptureError, match="return_lse and return_aux are two ways"):
+        target_of(window, lambda *a, **k: flex_attention(*a, **k, return_lse=True, return_aux=AuxRequest(lse=True))[0])

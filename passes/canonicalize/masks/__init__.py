@@ -63,7 +63,9 @@ def masks_by_function(program: Program) -> Program:
     graph = copy_graph(program.graph)
     known = Constants(graph)
     look_up_by_distance(graph.graph, known)
-    nodes = [n for n in graph.graph.nodes if _bias(n) is not None]
+    masked = [n for n in graph.graph.nodes if _bias(n) is not None]
+    told = {_bias(n) for n in masked if n.target is attention_rows and _gives_logarithm(n)}
+    nodes = [n for n in masked if _bias(n) not in told]
     given = _given(graph.graph, known, nodes)
     gradients = {n: g for n in nodes if n.target in _BACKWARD and n.args[-1] and (g := gradient_of_bias(n)) is not None}
     learned = _learned(graph.graph, known, given, gradients)
@@ -122,6 +124,12 @@ def _learned(
         if len(kept) == len(found):
             return kept
         found = kept
+
+
+def _gives_logarithm(node: fx.Node) -> bool:
+    """Whether more than gradients read the logarithm of attention, which is not the same of all operators."""
+    logs = [user for user in node.users if user.args[1] == 1]
+    return any(reader.target is not attention_rows_backward for log in logs for reader in log.users)
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

@@ -144,7 +144,7 @@ def _rewrite(
 def _number(graph: fx.Graph, rows: fx.Node, node: fx.Node) -> fx.Node:
     """What makes one number, as a tensor of one element."""
     filled = NUMBERS[node.target]
-    number = node.args[1] if filled is None else filled
+    number = node.args[-1] if filled is None else filled
     like = value_of(node)
     return _made(graph, rows, aten.full.default, ([1], number), {"dtype": like.dtype, "device": like.device})
 

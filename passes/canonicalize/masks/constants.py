@@ -21,9 +21,12 @@ SAME = (
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default)
 
 FILLED = {aten.zeros.default: 0, aten.ones.default: 1, aten.full.default: None}
-LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None}
+LIKE = {
+    aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None,
+    aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None,
+}  # fmt: skip
 NUMBERS: dict[Any, Any] = FILLED | LIKE
-"""Operators that make one number, and which; None: it is an argument."""
+"""Operators that make one number, and which; None: it is their last argument."""
 
 _LARGEST = 2**22
 """Elements of a leaf that is computed to be looked at."""
@@ -46,7 +49,7 @@ class Constants:
             return node
         if node.target in FILLED or node.target in LIKE:
             filled: Any = NUMBERS[node.target]
-            filled = node.args[1] if filled is None else filled
+            filled = node.args[-1] if filled is None else filled
             return None if isinstance(filled, fx.Node) else filled
         if node.target is aten.expand.default:
             return self.number(node.args[0])

@@ -81,7 +81,7 @@ def _add_as_embedding(graph: fx.Graph, node: fx.Node) -> None:
         if len(rest) != 1:
             rows = insert_call(graph, node, aten.reshape.default, rows, [*_shape(at), width])
         made = insert_call(graph, node, aten.embedding_dense_backward.default, rows, at, count, -1, False)
-        if len(shape) != 2:
+        if _shape(made) != shape:
             made = insert_call(graph, node, aten.reshape.default, made, list(shape))
     node.replace_all_uses_with(made)
     graph.erase_node(node)

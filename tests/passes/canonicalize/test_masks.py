@@ -97,6 +97,11 @@ FUNCTIONS: dict[str, tuple[Mask, int | None, int | None, bool]] = {
             (of() > at()) | (of() < at() - 4), -torch.inf),
         4, 0, False,
     ),
+    "window of new numbers": (
+        lambda m, g: torch.where((of() > at()) | (of() < at() - 4), of().new_full((), -torch.inf, dtype=torch.float64),
+                                 of().new_zeros((TOKENS, TOKENS), dtype=torch.float64)),
+        4, 0, False,
+    ),
     "documents": (lambda m, g: same(g["ids"]) & (of() <= at()), None, 0, True),
     "documents in windows": (lambda m, g: same(g["ids"]) & (of() <= at()) & (of() > at() - 4), 3, 0, True),
     "latest documents": (lambda m, g: same(torch.cummax(g["ids"], 1)[0]) & (of() <= at()), None, 0, True),

@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch_compat import flex_attention_as, is_traced, traced_graph
 from autopar.errors import CaptureError
 from autopar.ir.ops.attention_kernels import wide_dtype
+from autopar.ir.ops.formula.attention_logarithm import attention_with_logarithm
 from autopar.ir.ops.formula.attention_rows import attention_rows
 
 _ELEMENTWISE = frozenset(
@@ -64,19 +66,16 @@ def flex_attention(
     kernel_options: Any = None,
     *,
     return_aux: Any = None,
-) -> Tensor:
+) -> Any:
     """What torch's function of this name computes; its arguments.
 
     Raises:
-        CaptureError: it is asked for logarithms, or a function of scores does more than compute with numbers.
+        CaptureError: a function of scores does more than compute with numbers.
         ValueError: shapes do not fit.
     """
     del kernel_options  # of torch's own kernels
-    if return_lse or return_aux is not None:
-        raise CaptureError(
-            "flex_attention(return_lse=True), or return_aux: only the result is computed; call it without, or compute "
-            "torch.logsumexp of the scores"
-        )
+    if return_lse and return_aux is not None:
+        raise ValueError("flex_attention: return_lse and return_aux are two ways to ask for the same; give one of them")
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if query.ndim != 4 or query.shape[1] % key.shape[1] or (not enable_gqa and query.shape[1] != key.shape[1]):
         raise ValueError(
@@ -88,37 +87,75 @@ def flex_attention(
     if block_mask is not None:
         _check_mask(block_mask, sizes)
         shown = _Called(block_mask.mask_mod, "mask_mod", indices)(*indices)
-    if score_mod is None:
-        return scaled_dot_product_attention(query, key, value, shown, scale=scale, enable_gqa=enable_gqa)
-    call = _Called(score_mod, "score_mod", indices)
-    # Of no score, which shows what is added.
-    bias = call(torch.zeros((1, 1, 1, 1), dtype=query.dtype, device=query.device), *indices)
-    if call.adds or call.cap is not None:
+    call = None if score_mod is None else _Called(score_mod, "score_mod", indices)
+    asked = AuxRequest(lse=return_lse) if return_aux is None else return_aux
+    out, log = _attention(query, key, value, shown, scale, enable_gqa, call, with_logarithm=asked.lse)
+    if not return_lse and return_aux is None:
+        return out
+    if return_aux is None:
+        return out, log
+    most = None
+    if asked.max_scores:
+        with torch.no_grad():  # torch has no gradient of it
+            most = _scores(query, key, shown, scale, call).amax(-1)
+    return out, AuxOutput(log, most)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, shown: Tensor | None, scale: float | None, enable_gqa: bool,
+    call: _Called | None, *, with_logarithm: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The result, and the logarithms if they are asked for."""
+    bias = None
+    if call is not None:
+        # Of no score, which shows what is added.
+        bias = call(torch.zeros((1, 1, 1, 1), dtype=query.dtype, device=query.device), *call.indices)
+        if not call.adds and call.cap is None:
+            return _formula(query, key, value, shown, scale, call, with_logarithm)
         bias = bias.to(query.dtype)
         bias = bias if shown is None else torch.where(shown, bias, -math.inf)
-        bias = bias.expand(*bias.shape[:2], *sizes[2:])
-        if call.cap is not None:
-            factor, cap = call.cap
-            scale = factor * cap * (query.shape[-1] ** -0.5 if scale is None else scale)
-            found: Tensor = attention_rows(query, key, value, bias, None, 0.0, scale, cap, False)[0]
-            return found
-        return scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=enable_gqa)
-    return _formula(query, key, value, shown, scale, lambda scores: call(scores, *indices))
+        bias = bias.expand(*bias.shape[:2], query.shape[2], key.shape[2])
+    elif with_logarithm and shown is not None:
+        bias = torch.where(shown, query.new_full((), 0.0), -math.inf)
+        bias = bias.expand(*bias.shape[:2], query.shape[2], key.shape[2])
+    cap = None
+    if call is not None and call.cap is not None:
+        factor, cap = call.cap
+        scale = factor * cap * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if with_logarithm:
+        return attention_with_logarithm(query, key, value, bias, scale, cap)
+    if cap is not None:
+        return attention_rows(query, key, value, bias, None, 0.0, scale, cap, False)[0], None
+    mask = shown if bias is None else bias
+    return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa), None
 
 
 def _formula(
-    query: Tensor, key: Tensor, value: Tensor, shown: Tensor | None, scale: float | None, modify: Callable[..., Tensor]
-) -> Tensor:
-    wide, shared = wide_dtype(query), query.shape[1] // key.shape[1]
-    key, value = ((t.repeat_interleave(shared, 1) if shared > 1 else t).to(wide) for t in (key, value))
-    scores = query.to(wide) @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = modify(scores)
-    if shown is not None:
-        scores = scores.masked_fill(shown.logical_not(), -math.inf)
+    query: Tensor, key: Tensor, value: Tensor, shown: Tensor | None, scale: float | None, call: _Called,
+    with_logarithm: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    scores = _scores(query, key, shown, scale, call)
     # A query that sees no key gets zeros.
     nothing = (scores == -math.inf).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0)
-    return (weights @ value).to(query.dtype)
+    out = (weights @ _of_each_head(value, query)).to(query.dtype)
+    if not with_logarithm:
+        return out, None
+    return out, scores.masked_fill(nothing, 0.0).logsumexp(-1).masked_fill(nothing.squeeze(-1), -math.inf)
+
+
+def _scores(query: Tensor, key: Tensor, shown: Tensor | None, scale: float | None, call: _Called | None) -> Tensor:
+    """All scores, minus infinity where they are hidden."""
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query.to(wide_dtype(query)) @ _of_each_head(key, query).transpose(2, 3) * factor
+    scores = scores if call is None else call(scores, *call.indices)
+    return scores if shown is None else scores.masked_fill(shown.logical_not(), -math.inf)
+
+
+def _of_each_head(tensor: Tensor, query: Tensor) -> Tensor:
+    """Keys or values of each head of the queries."""
+    shared = query.shape[1] // tensor.shape[1]
+    return (tensor.repeat_interleave(shared, 1) if shared > 1 else tensor).to(wide_dtype(query))
 
 
 def _index(dim: int, size: int, device: torch.device) -> Tensor:

@@ -52,12 +52,18 @@ def several_indices(m: Read, ids: Tensor, kind: Tensor) -> Tensor:
     return y
 
 
+def all_indices(m: Read, ids: Tensor, kind: Tensor) -> Tensor:
+    """Numbers of a table, one by one."""
+    y: Tensor = m.table[ids] * (m.table[ids, kind] * m.table[ids, kind + 1]).unsqueeze(-1)
+    return y
+
+
 def not_first(m: Read, ids: Tensor, kind: Tensor) -> Tensor:
     y: Tensor = m.kinds[:, ids].sum(0)
     return y
 
 
-FUNCTIONS = [not_first, rows, repeated, other_shapes, several_indices]
+FUNCTIONS = [not_first, rows, repeated, other_shapes, several_indices, all_indices]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
