@@ -354,12 +354,14 @@ def _index_of(node: fx.Node) -> tuple[fx.Node, Any, Any] | None:
         return args[0], args[2], args[3]
     if node.target in (aten.scatter_add.default, aten.scatter.src) and args[1] == 0:
         return args[0], args[2], args[3]
+    if node.target is aten.scatter_reduce.two and (args[1], args[4]) == (0, "sum"):
+        return args[0], args[2], args[3]
     return None
 
 
 def _adds(node: fx.Node) -> bool:
     """Whether what is written is added to what is there."""
-    return node.target in (aten.index_add.default, aten.scatter_add.default) or (
+    return node.target in (aten.index_add.default, aten.scatter_add.default, aten.scatter_reduce.two) or (
         node.target is aten.index_put.default and len(node.args) > 3 and bool(node.args[3])
     )
 

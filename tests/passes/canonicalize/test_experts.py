@@ -77,6 +77,10 @@ def scattered(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
     return torch.zeros_like(x).scatter_add(0, (order // k)[:, None].expand(-1, x.shape[1]), rows)
 
 
+def reduced(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
+    return x.scatter_reduce(0, (order // k)[:, None].expand(-1, x.shape[1]), rows, "sum")
+
+
 def added(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
     """To the tokens themselves."""
     return x.index_add(0, torch.div(order, k, rounding_mode="floor"), rows)
@@ -236,6 +240,7 @@ OFTEN = ("scatter_add", "bias", "top 1", "keys, places", "of none")
 ROUTED = {
     "scatter_add": lambda: Layer(scattered),
     "index_add": lambda: Layer(added, one_hot),
+    "scatter_reduce": lambda: Layer(reduced),
     "argsort": lambda: Layer(inverted),
     "written": lambda: Layer(written, one_hot),
     "top 1": lambda: Layer(inverted, k=1),
