@@ -139,8 +139,9 @@ def shared_factor(node: fx.Node, program: Program, dims: Dims) -> Factor | None:
 def batched_experts(program: Program, dims: Dims) -> tuple[list[Factor], frozenset[str]]:
     """Factors along which experts are that compute all of their places at once, and names of the experts' weights.
 
-    Experts multiply what they are sent by a matrix each, in a product of batches of which one is a parameter's. A
-    parameter that makes a number for each expert has the factor, too, and is none of theirs: a router. Blocks of
+    Experts multiply what they are sent by a matrix each, in a product of batches of which one is a parameter's. Their
+    first one may be a plain product, ``[token, hidden]`` by ``[hidden, expert x inner]``: what it makes, they sum over.
+    Another parameter that makes numbers for each expert has the factor, too, and is none of theirs: a router. Blocks of
     channels (RecurrentGemma's gates) are no experts: a bias or a rate of all channels has them in its one dim.
     """
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
@@ -152,13 +153,28 @@ def batched_experts(program: Program, dims: Dims) -> tuple[list[Factor], frozens
     for type_ in input_types(program, dims, "parameter").values():
         if len(type_.dims) == 1 and len(type_.dims[0]) > 1:
             found = {i: f for i, f in found.items() if i not in ids(type_.dims[0])}
+    shared = {node: shared_factor(node, program, dims) for node, o in dims.operators.items() if o.rule.reduce}
+    of_weights = [node for node in shared if any(source in fixed for source, _ in program.sources[node])]
+    inner = [f for node in of_weights if id(shared[node]) in found for f in _letters(node, program, dims, summed=True)]
     routers = set[fx.Node]()
-    for node, operator in dims.operators.items():
-        if operator.rule.reduce and not ids(filter(None, [shared_factor(node, program, dims)])) & found.keys():
+    for node in of_weights:
+        columns = ids(_letters(node, program, dims, summed=False))
+        if id(shared[node]) not in found and not (columns & found.keys() and columns & ids(inner)):
             routers |= {_origin(source, program) for source, _ in program.sources[node] if source in fixed}
     named = {inputs[n].name for n in program.inputs_of("parameter") - routers
              if factors_of([dims.types[n, 0]]).keys() & found.keys()}  # fmt: skip
     return list(found.values()), frozenset(named)
+
+
+def _letters(node: fx.Node, program: Program, dims: Dims, summed: bool) -> list[Factor]:
+    """The factors that a product sums over, or those of its result that one of its tensors has."""
+    rule, sources = dims.operators[node].rule, program.sources[node]
+    found: list[Factor] = []
+    for name, letter in dims.operators[node].letters.items():
+        if letter.inputs and (name in rule.reduce if summed else len(letter.inputs) == 1):
+            i, d, start = letter.inputs[0]
+            found += dims.types[sources[i]].dims[d][start : start + len(letter.factors)]
+    return found
 
 
 def _origin(node: fx.Node, program: Program) -> fx.Node:

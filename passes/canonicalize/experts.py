@@ -54,6 +54,9 @@ _GROUPED = {
 
 _SORTS = (aten.sort.default, aten.sort.stable)
 
+_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self)
+"""Operators that write their third argument in the place of some numbers."""
+
 
 def route_experts(program: Program) -> Program:
     """Sort pairs of a token and an expert by operators that say that any order by experts serves."""
@@ -86,22 +89,47 @@ def _is_order_free(graph: fx.Graph, sort: fx.Node) -> bool:
 
 def _route(graph: fx.Graph, sort: fx.Node) -> tuple[str, fx.Node] | None:
     """The name of a sort and what takes its place; None if it is none of experts."""
-    if sort.target not in _SORTS or sort.kwargs.get("descending", False) or any(sort.args[2:]):
+    if sort.target not in _SORTS:
         return None
-    (ids,) = sort.all_input_nodes
-    value = ids.meta["val"]
-    if value.ndim != 1 or value.is_floating_point() or not value.numel():
+    (key,) = sort.all_input_nodes
+    value = key.meta["val"]
+    if value.ndim != 1 or not value.numel():
         return None
-    source = _source(ids)
-    sizes = _fewer(source.meta["val"].shape) if value.numel() > MOST_PAIRS else {}
-    if sizes is None:
-        return None
-    for count in _counts(graph):
-        draws = [_Draw(source, sort, count, sizes, seed) for seed in range(DRAWS)]
-        grouped = [n for n in graph.nodes if str(n.target) in _GROUPED and all(d.are_ends(_ends(n)) for d in draws)]
-        if grouped:
-            return sort.name, _rewrite(graph, sort, count, grouped, list(_reads(graph, value.numel(), draws)))
+    for ids in _chain(key):
+        source = _source(ids)
+        sizes = _fewer(source.meta["val"].shape) if value.numel() > MOST_PAIRS else {}
+        if sizes is None:
+            continue
+        for count in _counts(graph):
+            draws = [_Draw(source, ids, sort, count, sizes, seed) for seed in range(DRAWS)]
+            grouped = [n for n in graph.nodes if str(n.target) in _GROUPED and all(d.are_ends(_ends(n)) for d in draws)]
+            if grouped:
+                return sort.name, _rewrite(graph, sort, ids, count, grouped, list(_reads(graph, value.numel(), draws)))
     return None
+
+
+def _chain(key: fx.Node) -> Iterator[fx.Node]:
+    """What a sort's key may be computed of, with constants: experts of pairs are among these, or it sorts none.
+
+    A key is the experts, a number as which they were cast, or one that says which of an expert's pairs comes first:
+    ``ids * pairs + place``.
+    """
+    node = key
+    while node.meta["val"].numel() == key.meta["val"].numel():
+        if not node.meta["val"].is_floating_point():
+            yield node
+        elif node.target is not aten._to_copy.default:
+            return
+        changing = [a for a in node.all_input_nodes if not _is_constant(a)]
+        if len(changing) != 1 or not isinstance(changing[0].meta["val"], torch.Tensor):
+            return
+        node = changing[0]
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a tensor is the same in each call."""
+    drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return node.op == "call_function" and not drawn and all(_is_constant(a) for a in node.all_input_nodes)
 
 
 def _source(ids: fx.Node) -> fx.Node:
@@ -113,6 +141,25 @@ def _source(ids: fx.Node) -> fx.Node:
             break
         source = before
     return source
+
+
+def _largest(ids: fx.Node) -> int:
+    """The largest number of an expert, as far as it shows: of a choice among more than there are, of dropped pairs."""
+    source = _source(ids)
+    args: Any = source.args
+    if source.target in _FILLS:
+        value = args[2]
+        filled = isinstance(value, fx.Node) and value.target in (aten.full.default, aten.scalar_tensor.default)
+        number = value.args[-1 if value.target is aten.full.default else 0] if filled else value
+        return int(number) if isinstance(number, int) else 0
+    if source.target is operator.getitem and args[1] == 1 and args[0].target in (aten.topk.default, aten.max.dim):
+        choice, at = args[0], 2 if args[0].target is aten.topk.default else 1
+    elif source.target is aten.argmax.default:
+        choice, at = source, 1
+    else:
+        return 0
+    dim = choice.args[at] if len(choice.args) > at else -1
+    return int(choice.args[0].meta["val"].shape[dim]) - 1
 
 
 def _ends(node: fx.Node) -> Any:
@@ -147,8 +194,10 @@ class _Draw:
         order: which pair is at each place.
     """
 
-    def __init__(self, source: fx.Node, sort: fx.Node, count: int, sizes: Mapping[int, int], seed: int) -> None:
-        """Draw experts for ``source``: the last has all tokens, or most and the first none.
+    def __init__(
+        self, source: fx.Node, ids: fx.Node, sort: fx.Node, count: int, sizes: Mapping[int, int], seed: int
+    ) -> None:
+        """Draw experts for ``source``, of which ``ids`` is a view: the last has all tokens, or most and the first none.
 
         Sizes of the graph have others instead.
         """
@@ -160,8 +209,11 @@ class _Draw:
         most = torch.rand(shape, generator=generator) < (0.5 if seed else 1.0)
         self.known: dict[fx.Node, Any] = {}
         self.known[source] = torch.where(most | (drawn == 0), count - 1, drawn).to(value.dtype)
-        self.experts, self.order = self.of(sort)
+        pairs, found = self.of(ids), self.of(sort)
+        self.order = torch.arange(0) if found is None else found[1]
+        self.experts = self.order if found is None or pairs is None else pairs.flatten()[self.order]
         self.ends = torch.bincount(self.experts.long(), minlength=count).cumsum(0)
+        self.sorts = bool(len(self.order)) and bool((self.experts.diff() >= 0).all())
 
     def of(self, node: Any) -> Any:
         """What a node gives; None if it depends on anything but the experts."""
@@ -193,8 +245,8 @@ class _Draw:
         return self.sizes.get(value, value) if type(value) is int else value
 
     def are_ends(self, node: Any) -> bool:
-        """Whether a node says where the rows of each expert end."""
-        found = self.of(node)
+        """Whether a node says where the rows of each expert end, in the order of the sort."""
+        found = self.of(node) if self.sorts else None
         return found is not None and found.shape == self.ends.shape and bool((found == self.ends).all())
 
     def kinds(self, index: Any, k: float) -> set[str]:
@@ -257,17 +309,21 @@ def _reads(graph: fx.Graph, pairs: int, draws: Sequence[_Draw]) -> Iterator[_Rea
             yield _Read(node, table, index, values, *common)
 
 
-def _rewrite(graph: fx.Graph, sort: fx.Node, count: int, grouped: list[fx.Node], reads: list[_Read]) -> fx.Node:
-    """Put our operators in the place of a sort, and of what depends on it."""
-    (ids,) = sort.all_input_nodes
-    pairs = len(ids.meta["val"])
+def _rewrite(
+    graph: fx.Graph, sort: fx.Node, ids: fx.Node, count: int, grouped: list[fx.Node], reads: list[_Read]
+) -> fx.Node:
+    """Put our operators in the place of a sort by the experts of pairs, and of what depends on it."""
+    (key,) = sort.all_input_nodes
+    pairs = len(key.meta["val"])
     of_token = {r: pairs // len(r.table.meta["val"]) for r in reads}
     choices = max((of_token[r] for r in reads if r.kind == "choice"), default=1)
     k = max((of_token[r] for r in reads if r.kind in ("token", "choice")), default=1)
     with graph.inserting_before(sort):
         # A token's pairs then follow one another, so that a device has all of them.
-        ids = _transposed(graph, ids, choices)
-        made = insert_call(graph, sort, routing.sort_by_expert, ids, k, count)
+        flat = ids if ids.meta["val"].ndim == 1 else insert_call(graph, sort, aten.reshape.default, ids, [pairs])
+        flat = _transposed(graph, flat, choices)
+        known = count if _largest(ids) < count else 0
+        made = insert_call(graph, sort, routing.sort_by_expert, flat, k, known)
         experts, order = (insert_call(graph, sort, operator.getitem, made, i) for i in (0, 1))
         ends = insert_call(graph, sort, routing.group_ends, experts, count)
     for node in grouped:
@@ -279,7 +335,9 @@ def _rewrite(graph: fx.Graph, sort: fx.Node, count: int, grouped: list[fx.Node],
             _replace(graph, read, experts, order, choices)
     # What is left of the positions is read by who is right with any order, or by nobody.
     for user in list(sort.users):
-        user.replace_all_uses_with(order if user.args[1] == 1 else experts)
+        # Sorted keys that are no experts are those of the sort as it was: they do not fit rows in an order of ours.
+        if user.args[1] == 1 or key is ids:
+            user.replace_all_uses_with(order if user.args[1] == 1 else experts)
     return made
 
 
@@ -296,12 +354,14 @@ def _index_of(node: fx.Node) -> tuple[fx.Node, Any, Any] | None:
         return args[0], args[2], args[3]
     if node.target in (aten.scatter_add.default, aten.scatter.src) and args[1] == 0:
         return args[0], args[2], args[3]
+    if node.target is aten.scatter_reduce.two and (args[1], args[4]) == (0, "sum"):
+        return args[0], args[2], args[3]
     return None
 
 
 def _adds(node: fx.Node) -> bool:
     """Whether what is written is added to what is there."""
-    return node.target in (aten.index_add.default, aten.scatter_add.default) or (
+    return node.target in (aten.index_add.default, aten.scatter_add.default, aten.scatter_reduce.two) or (
         node.target is aten.index_put.default and len(node.args) > 3 and bool(node.args[3])
     )
 

@@ -60,6 +60,14 @@ def _parts_written(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return y * z + nothing.sum() + (x.abs() + 1).polygamma_(2)
 
 
+def _bag(y: Tensor, x: Tensor, weight: Tensor, mode: str, padding: int | None = None, weighs: bool = False) -> Tensor:
+    """Sums or means of the rows that numbers of the batch name."""
+    rows = (x.abs() * 3).long() % CLASSES
+    return y + functional.embedding_bag(
+        rows, weight, mode=mode, padding_idx=padding, per_sample_weights=y.softmax(-1) if weighs else None
+    )
+
+
 CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "labels behind the first -1": _behind_the_end,
     "covariance": lambda y, x, weight: torch.cov(y.T),
@@ -78,6 +86,8 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "dims of a scalar": lambda y, x, weight: y * weight[0, 0].transpose(0, -1).flip(0).mean(0, keepdim=True),
     "largest of a scalar": lambda y, x, weight: y * weight[0, 0].topk(1).values,
     "scalars at an index": lambda y, x, weight: y * weight[0, 0].gather(0, torch.zeros(1, dtype=torch.int64)),
+    "bags": lambda y, x, weight: _bag(y, x, weight, "mean") * _bag(y, x, weight, "sum", weighs=True),
+    "bags, padded": lambda y, x, weight: _bag(y, x, weight, "mean", -1) * _bag(y, x, weight, "sum", 1, weighs=True),
     # A gradient that is of parameters alone, and gathered.
     "linear in parameters": lambda y, x, weight: y.sum() * 0 + (weight * torch.arange(CLASSES)).sum().reshape(1),
 }
@@ -92,6 +102,21 @@ def test_equal_to_eager(name: str) -> None:
 
     report = autopar.verify(Call(CALLS[name]), (batch,), {"a": 2, "b": 2}, plan="random", loss_fn=loss)
     assert report.max_error < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["bags", "bags, padded"])
+def test_bags_of_one_size_are_split_along_samples(name: str) -> None:
+    """In microbatches, too."""
+    batch = torch.randn(ROWS, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def loss(output: Tensor, batch: object) -> Tensor:
+        return output.square().mean()
+
+    search = autopar.Search(recipe="ddp", pins={"microbatches": 2})
+    model = Call(CALLS[name])
+    found = autopar.plan(model, (batch,), cluster="h100", axes={"a": 2}, loss_fn=loss, search=search)
+    assert "all_gather" not in found.predicted.collectives["a"]
+    assert autopar.verify(model, (batch,), {"a": 2}, plan=found, loss_fn=loss).max_error < TOLERANCE
 
 
 def test_matrices_of_distributions_are_checked_without_a_look_at_them() -> None:

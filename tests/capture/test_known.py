@@ -125,6 +125,28 @@ def test_values_of_a_batch_are_refused(kind: type[nn.Module]) -> None:
         parallelize(kind(), None)(batch(0))
 
 
+class Experts(Looks):
+    """Lists of one expert and another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.where(self.linear(x).argmax(-1) == 0)[0]
+        return self.linear(x[tokens]).mean()
+
+
+class ExpertsOfSizes(Looks):
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.linear(x).argmax(-1)
+        parts = x[chosen.argsort()].split(torch.bincount(chosen, minlength=WIDTH).tolist())
+        return sum((i * self.linear(part).sum() for i, part in enumerate(parts)), x.new_zeros(()))
+
+
+@pytest.mark.parametrize("kind", [Experts, ExpertsOfSizes])
+def test_loops_over_experts(kind: type[nn.Module]) -> None:
+    remedy = r"one graph must serve every batch; stack the experts' weights and multiply tokens, sorted by expert"
+    with pytest.raises(CaptureError, match=rf"data at .*test_known\.py.*: {remedy}"):
+        parallelize(kind(), None)(batch(0))
+
+
 class Graded(Looks):
     def forward(self, x: Tensor) -> Tensor:
         self.mean.grad = x.detach().mean(0)

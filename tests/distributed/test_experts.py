@@ -107,10 +107,17 @@ def test_ranks_take_rows_of_their_experts(ranks: Ranks, placed: tuple[str, str],
     assert all(own and not exchanges for *_, exchanges, own in results)
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("seed", [0, 1])
-def test_random_plans(ranks: Ranks, seed: int) -> None:
-    results = ranks.run(train, "bias", {"recipe": "random", "seed": seed})
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        pytest.param("bias", 0, marks=pytest.mark.deep),
+        pytest.param("bias", 1, marks=pytest.mark.deep),
+        pytest.param("keys, places", 0, marks=pytest.mark.deep),
+        ("keys, places", 1),
+    ],
+)
+def test_random_plans(ranks: Ranks, name: str, seed: int) -> None:
+    results = ranks.run(train, name, {"recipe": "random", "seed": seed})
     assert max(worst for worst, *_ in results) < TOLERANCE
     assert all(exchanges for *_, exchanges, _ in results)
 

@@ -185,6 +185,43 @@ def polygamma_(tensor: torch.Tensor, n: int) -> torch.Tensor:
     return tensor.copy_(torch.polygamma(n, tensor.clone()))
 
 
+def embedding_bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """Sums and means of bags of one size, ``input [bag, row]``, of which each device may have some.
+
+    The kernel has all rows in one dim and finds bags by where they begin: other bags stay with it.
+    """
+    of_one_size = input.ndim == 2 and input.numel() and offsets is None and not input.is_floating_point()
+    weighs = per_sample_weights is None or (mode == "sum" and per_sample_weights.shape == input.shape)
+    rows = len(weight)
+    padding = rows + padding_idx if padding_idx is not None and padding_idx < 0 else padding_idx
+    known = mode in ("sum", "mean") and (padding is None or 0 <= padding < rows)
+    if not (of_one_size and weighs and known) or max_norm is not None or sparse:
+        return functional.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+    found = functional.embedding(input, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
+    if per_sample_weights is not None:
+        found = found * per_sample_weights.unsqueeze(-1)
+    if padding is None:
+        return found.sum(1) if mode == "sum" else found.mean(1)
+    left_out = (input == padding).unsqueeze(-1)
+    total = found.masked_fill(left_out, 0).sum(1)
+    return total if mode == "sum" else total / (~left_out).sum(1).clamp_min(1)
+
+
 def bincount(
     refuse: Refuse,
     input: torch.Tensor,
@@ -332,6 +369,7 @@ BY_FORMULA: dict[Any, Callable[..., Any]] = {
     functional.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
     functional.multilabel_margin_loss: multilabel_margin_loss,
+    functional.embedding_bag: embedding_bag,
     torch.cov: cov,
     torch.Tensor.cov: cov,
     torch.corrcoef: corrcoef,

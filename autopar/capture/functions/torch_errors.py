@@ -82,6 +82,9 @@ _STACKED = (
     "all experts; or "
 )
 
+_OF_EXPERTS = re.compile(r"[Ee]xpert|M[oO]E|Moe|\bmoe")
+"""Names of what is, or calls, a mixture of experts."""
+
 _REMEDIES = {
     "pack_padded_sequence": _PACKED,
     "pack_sequence": _PACKED,
@@ -107,11 +110,16 @@ def explained(error: Exception) -> CaptureError:
         stack = traceback.extract_tb(error.__traceback__)
         called = {f.name for f in stack}
         chosen = any(re.search(r"transformers[/\\]integrations[/\\]moe\.py", f.filename) for f in stack)
-        remedy = "" if "expert" not in line else _GROUPED if chosen else _STACKED
-        remedy = next((r for name, r in _REMEDIES.items() if name in called or f"{name}(" in line), remedy)
+        code = [f.f_code for f, _ in traceback.walk_tb(error.__traceback__)]
+        names = [line, *(c.co_qualname for c in code if not re.search(_OURS, c.co_filename))]
+        remedy = "" if not any(_OF_EXPERTS.search(n) for n in names) else _GROUPED if chosen else _STACKED
+        # Who takes a number out of a tensor may have computed that by any function.
+        looked = called if re.search(r"\.(tolist|item)\(", line) else {*called, *re.findall(r"(\w+)\(", line)}
+        remedy = next((r for name, r in _REMEDIES.items() if name in looked), remedy)
         return CaptureError(
             f"control flow that depends on data{line}: one graph must serve every batch; {remedy}"
-            "use torch.where or torch.cond, masked sums in place of tensor[mask], or move the decision out of the model"
+            "use torch.where(mask, a, b) or torch.cond, masked sums in place of tensor[mask], or move the decision out "
+            "of the model"
         )
     # The second is torch 2.11's.
     if ("DeviceMismatch" in kind or "FakeTensor Device Propagation" in text) and "meta" in text:

@@ -59,7 +59,8 @@ for _name, _function in (
 sort_by_expert = torch.ops.autopar.sort_by_expert.default
 """The sorted experts ``[pairs]`` of pairs ``[pairs]``, and the pair at each place: the *order*.
 
-A token's ``k`` pairs follow one another before; no device has some of them only. There are ``count`` experts.
+A token's ``k`` pairs follow one another before; no device has some of them only. There are ``count`` experts; 0 where
+pairs may be of none, so that devices cannot have experts of their own.
 """
 
 route = torch.ops.autopar.route.default

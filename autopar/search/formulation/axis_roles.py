@@ -284,8 +284,9 @@ def _experts(
     if not found:
         raise InfeasibleError(
             f"no experts to split along {along}: that takes weights that are one tensor [expert, ...], in grouped "
-            "products of tokens that are sorted by expert, in an order that nothing else reads, or in batched ones, of "
-            "one an expert; stack the weights of experts that are modules of a list, or take role 'shard'"
+            "products of tokens that are sorted by expert, each pair of one of these experts, in an order that nothing "
+            "else reads, or in batched ones, of one an expert; stack the weights of experts that are modules of a "
+            "list, or take role 'shard'"
         )
     if uneven := [f.size for f in found if f.size % parts]:
         raise InfeasibleError(f"{uneven[0]} experts do not divide along {along}; take a smaller axis")

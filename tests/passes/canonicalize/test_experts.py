@@ -37,6 +37,37 @@ def binned(ids: Tensor) -> Tensor:
     return torch.bincount(ids, minlength=EXPERTS).cumsum(0).int()
 
 
+def argsorted(ids: Tensor) -> Tensor:
+    return ids.argsort(stable=True)
+
+
+def keyed(ids: Tensor) -> Tensor:
+    """A key has the expert and the place of a pair, so that any sort is stable."""
+    return (ids * len(ids) + torch.arange(len(ids))).argsort()
+
+
+def unpacked(ids: Tensor) -> Tensor:
+    """The place is read off the sorted keys."""
+    return (ids * len(ids) + torch.arange(len(ids))).sort().values % len(ids)
+
+
+def as_floats(ids: Tensor) -> Tensor:
+    return ids.float().argsort(stable=True)
+
+
+def from_the_last(ids: Tensor) -> Tensor:
+    return (EXPERTS - 1 - ids).argsort(descending=True, stable=True)
+
+
+def from_the_last_pair(ids: Tensor) -> Tensor:
+    return (ids * len(ids) - torch.arange(len(ids))).argsort()
+
+
+def reversed_experts(ids: Tensor) -> Tensor:
+    """Rows are not in the order of the experts' weights."""
+    return ids.argsort(descending=True, stable=True)
+
+
 def few(ids: Tensor) -> Tensor:
     """An expert has no more than so many rows, which random tokens do not reach."""
     return torch.histc(ids.float(), EXPERTS, 0, EXPERTS - 1).clamp(max=30).cumsum(0, dtype=torch.int32)
@@ -44,6 +75,10 @@ def few(ids: Tensor) -> Tensor:
 
 def scattered(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
     return torch.zeros_like(x).scatter_add(0, (order // k)[:, None].expand(-1, x.shape[1]), rows)
+
+
+def reduced(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
+    return x.scatter_reduce(0, (order // k)[:, None].expand(-1, x.shape[1]), rows, "sum")
 
 
 def added(rows: Tensor, x: Tensor, order: Tensor, k: int) -> Tensor:
@@ -141,16 +176,19 @@ class Layer(nn.Module):
         bias: str = "",
         sizes: tuple[int, int, int] = (HIDDEN, EXPERTS, 4),
         by_choice: bool = False,
+        sort: Callable[[Tensor], Tensor] = argsorted,
+        none: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
         hidden, experts, inner = sizes
-        self.gate = nn.Linear(hidden, experts, bias=False)
+        self.gate = nn.Linear(hidden, experts + none, bias=False)
         self.up = nn.Parameter(torch.randn(experts, hidden, inner) / 3)
         self.down = nn.Parameter(torch.randn(experts, inner, hidden) / 2)
         self.bias = nn.Parameter(torch.randn(experts, inner)) if bias else None
         self.load = nn.Buffer(torch.zeros(experts))
         self.collect, self.ends, self.k, self.biased, self.by_choice = collect, ends, k, bias, by_choice
+        self.sort = sort
 
     def forward(self, x: Tensor) -> Tensor:
         tokens, experts = x.flatten(0, 1), len(self.load)
@@ -158,7 +196,7 @@ class Layer(nn.Module):
         if self.by_choice:
             scores, ids = scores.T, ids.T
         flat = ids.flatten()
-        order = torch.argsort(flat, stable=True)
+        order = self.sort(flat)
         ends = self.ends(flat)
         with torch.no_grad():
             self.load += torch.histc(flat.float(), bins=experts, min=0, max=experts - 1)
@@ -196,12 +234,13 @@ def targets(program: Program) -> set[Any]:
     return {n.target for n in program.graph.graph.nodes}
 
 
-OFTEN = ("scatter_add", "bias", "top 1")
+OFTEN = ("scatter_add", "bias", "top 1", "keys, places", "of none")
 """The others go the same way: `test_tokens_are_sorted_where_they_are` verifies each under one plan."""
 
 ROUTED = {
     "scatter_add": lambda: Layer(scattered),
     "index_add": lambda: Layer(added, one_hot),
+    "scatter_reduce": lambda: Layer(reduced),
     "argsort": lambda: Layer(inverted),
     "written": lambda: Layer(written, one_hot),
     "top 1": lambda: Layer(inverted, k=1),
@@ -211,6 +250,12 @@ ROUTED = {
     "choices": lambda: Layer(chosen, by_choice=True),
     "choices, inverse": lambda: Layer(chosen_inverse, binned, bias="repeated", by_choice=True),
     "choices, written": lambda: Layer(chosen_written, bias="looked up", by_choice=True),
+    "keys": lambda: Layer(scattered, sort=keyed),
+    "keys, places": lambda: Layer(inverted, sort=unpacked, bias="looked up"),
+    "floats": lambda: Layer(scattered, sort=as_floats),
+    "descending": lambda: Layer(inverted, sort=from_the_last),
+    "keys, choices": lambda: Layer(chosen_inverse, sort=from_the_last_pair, by_choice=True),
+    "of none": lambda: Layer(scattered, none=True),
 }
 KEPT = {
     "dropped": lambda: Layer(capped),
@@ -223,6 +268,7 @@ KEPT = {
     "handed": lambda: Layer(handed),
     "counted in two ways": lambda: Layer(scattered, by_choice=True),
     "few rows": lambda: Layer(scattered, few),
+    "reversed": lambda: Layer(scattered, sort=reversed_experts),
 }
 
 
@@ -411,6 +457,8 @@ def test_experts_that_cannot_be_split() -> None:
         plan(Layer(scattered), batch(8), cluster="h100", axes={"a": 8}, search=Search(recipe="expert"))
     with pytest.raises(InfeasibleError, match=r"no experts to split along axis a=2: .*, or take role 'shard'"):
         plan(Layer(capped), batch(8), cluster="h100", axes={"a": 2}, search=Search(recipe="expert"))
+    with pytest.raises(InfeasibleError, match=r"each pair of one of these experts"):
+        plan(ROUTED["of none"](), batch(8), cluster="h100", axes={"a": 2}, search=Search(recipe="expert"))
     with pytest.raises(ValueError, match=r"the tokens of 3 experts, and a mixture of the model has 4"):
         plan(Layer(scattered), batch(8), cluster="h100", axes={"a": 2}, search=Search(imbalance=[1, 2, 3]))
 
