@@ -294,11 +294,11 @@ def _call_hook(
         )
 
 
-class _Written(TorchDispatchMode):
+class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What a hook that is called after the step writes to while it is entered."""
 
     def __init__(self, module: nn.Module, table: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._module, self._is_before, self._attributes = module, table == "_forward_pre_hooks", _attributes(module)
         self._memory: set[int] = set()
 
