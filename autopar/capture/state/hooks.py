@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar._torch_compat import hooks_of_all_modules
+from autopar._torch_compat import TorchDispatchMode, hooks_of_all_modules
 from autopar.capture.state.code.objects import is_library
 from autopar.capture.state.record import Record
 from autopar.capture.state.skeleton import Skeleton, build, holds
