@@ -162,6 +162,14 @@ def refuse_items_of_unreduced() -> None:
         tensor._local_tensor.share_memory_()  # the DTensor itself has no memory, which torch would take
         return tensor
 
+    def storage(tensor: Any) -> Any:
+        raise RuntimeError(
+            f"a tensor of shape {list(tensor.shape)} that lies on the mesh as {tensor.placements} has no memory of its "
+            "own to write, as safetensors' save_file does, or save_pretrained of a module that parallelize() has not "
+            "returned: save model.full_state_dict() or full_tensor(), which all ranks call, or call save_pretrained of "
+            "the parallel module"
+        )
+
     def number(name: str) -> Callable[[Any], Any]:
         """Torch reads numbers of a list (`torch.tensor([gradient.norm()])`) where no wrapper is asked for its own."""
         method = getattr(torch.Tensor, name)
@@ -177,6 +185,7 @@ def refuse_items_of_unreduced() -> None:
     for name in ("__float__", "__int__", "__index__", "__bool__"):
         setattr(DTensor, name, number(name))
     DTensor.share_memory_ = share_memory  # type: ignore[method-assign]
+    DTensor.storage = storage  # type: ignore[method-assign]
     DTensor.__format__ = text  # type: ignore[method-assign]
     DTensor.tolist, DTensor.numpy = own("tolist"), own("numpy")  # type: ignore[method-assign]
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers

@@ -133,6 +133,14 @@ class ParallelModule(nn.Module):
     def training(self, mode: bool) -> None:
         self._autopar.original.training = mode
 
+    @property
+    def _is_full_backward_hook(self) -> Any:  # which torch reads with the table of hooks, and sets as it registers one
+        return self._autopar.original._is_full_backward_hook
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, value: Any) -> None:
+        self._autopar.original._is_full_backward_hook = value
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the original. Hooks of modules inside are part of the graphs; so are its own with ``loss_fn``."""
         # With a loss function the graph returns the loss, and hooks of the model must see the model's output.

@@ -153,11 +153,25 @@ def of_hooks(model: Any, step: int) -> torch.Tensor:
     return loss
 
 
+def of_hooks_that_return(model: Any, step: int) -> torch.Tensor:
+    """What they have looked at."""
+    looked: list[float] = []
+    handles = [
+        model.up.register_forward_hook(lambda module, args, output: (looked.append(output.norm().item()), output)[1]),
+        model.down.register_forward_pre_hook(lambda module, args: (looked.append(args[0].norm().item()), args)[1]),
+    ]
+    loss = whole(model(x(step))).square().mean() + sum(looked)
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
 ADAMW: Any = torch.optim.AdamW
 Step = Callable[[Any, int], torch.Tensor]
 CASES: dict[str, tuple[type[nn.Module], Step, dict[str, Any]]] = {
     "outputs in attributes and containers": (Keeps, keeps_outputs, {}),
     "a loss of what hooks see": (Output, of_hooks, {}),
+    "hooks that look at values and return them": (Output, of_hooks_that_return, {}),
     "layers that are used in turn": (Switched, switches, {}),
     "a fused step on gradients with other strides": (Transposed, lambda m, step: m(ids(step)), {"fused": True}),
     "weights in a list": (Weights, lambda m, step: m(x(step)), {}),
@@ -236,6 +250,15 @@ def of_a_hook(model: Any) -> None:
     (model(x(0))[0] + seen[0]).backward()
 
 
+def of_a_hook_that_writes(model: Any) -> None:
+    def clip(module: Any, args: Any) -> None:
+        if args[0].norm().item() > 0:
+            module.weight.data.mul_(0.5)
+
+    model.up.register_forward_pre_hook(clip)
+    model(x(0))
+
+
 def by_other_weights(model: Any) -> None:
     weights = {n: p * 1.5 for n, p in model.named_parameters()}
     torch.func.functional_call(model, weights, (x(0),))[0].backward()
@@ -252,6 +275,7 @@ REFUSED: tuple[tuple[type[nn.Module], Callable[[Any], None], str], ...] = (
     (Keeps, in_a_list, "'bank[0]', a tensor of shape [16] that requires a gradient and is no parameter"),
     (Banked, in_a_global, "it lies on the mesh, each rank has a part of it, and the model has it from a closure"),
     (Mlp, of_a_hook, "a gradient was asked through what the hook of up sees of the parallelized model"),
+    (Mlp, of_a_hook_that_writes, "of up looks at values and writes to 'up.weight', which the rest of the call"),
     (Mlp, by_other_weights, "a computed tensor in place of parameter 'up.weight', as under torch.func.functional_call"),
     (Mlp, by_plain_weights, "or torch.func.functional_call with nn.Parameter(value); to replace or resize"),
 )

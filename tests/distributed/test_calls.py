@@ -57,6 +57,16 @@ def frozen(model: Any, odd: bool) -> None:
         model.up.requires_grad_(True)
 
 
+def hooked(model: Any, odd: bool) -> None:
+    """As a logger does on its rank alone."""
+    handle = model.register_forward_hook(lambda *_: None) if odd else None
+    try:
+        model(**mlp_batch(0))
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
 def no_sync(model: Any, odd: bool) -> None:
     loss = model(**mlp_batch(0))["loss"]
     if odd:
@@ -113,6 +123,7 @@ CASES: dict[Callable[[Any, bool], None], str] = {
     autocast: "autocast differs: rank 1 has torch.bfloat16",
     dtype: "the global shape of the batch differs: rank 1 has [8, 16] float32",
     structure: "the batch's structure differs: rank 1 has",
+    hooked: "for hooks of the model, ranks 0, 2, 3 have",
     frozen: "what requires a gradient differs: rank 1 has 2 of 4 parameters",
     no_sync: "no_sync differs: rank 1 has True",
     given_up: "what waits since no_sync differs: rank 1 has none",

@@ -239,6 +239,8 @@ def test_a_part_that_a_script_calls(two_ranks: Ranks) -> None:
 def refused(rank: int) -> list[str]:
     import pickle
 
+    import safetensors.torch
+
     from autopar.errors import AutoparError, RankError
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
@@ -252,15 +254,18 @@ def refused(rank: int) -> list[str]:
         pickle.dumps(model.state_dict())
     with pytest.raises(RuntimeError) as values:
         parameter.detach().numpy()
+    with pytest.raises(RuntimeError) as memory:
+        safetensors.torch.save(model.state_dict())
     assert torch.equal(pickle.loads(pickle.dumps(dict(model.named_parameters())["2.bias"])), net()[2].bias)
-    return [str(e.value) for e in (differs, part, values)]
+    return [str(e.value) for e in (differs, part, values, memory)]
 
 
 def test_what_would_be_this_ranks_alone_is_refused(two_ranks: Ranks) -> None:
-    for differs, part, values in two_ranks.run(refused):
+    for differs, part, values, memory in two_ranks.run(refused):
         assert "takes a plain tensor of shape [6, 8]" in differs and "torch.manual_seed" in differs
         assert "autopar.checkpoint.torch_save" in part and "Shard(dim=1)" in part
         assert "full_tensor().numpy()" in values
+        assert "save model.full_state_dict()" in memory and "Shard(dim=1)" in memory
 
 
 class Anchored(nn.Linear):

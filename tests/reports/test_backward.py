@@ -155,10 +155,11 @@ def test_recording_hooks_see_values() -> None:
         m.first.register_forward_hook(lambda module, args, output, r=record: r.append(output.detach().clone()))
         m.second.register_forward_hook(lambda module, args, output, r=record: r.append(output.norm().item()))
         m.register_forward_hook(lambda module, args, output, r=record: r.append(float(output)))
+        m.register_full_backward_hook(lambda module, gi, go, r=record: r.append(float(go[0])))
     for _ in range(2):
         for m in (plain, model):
             gradients(m)
-    assert len(seen["plain"]) == 6
+    assert len(seen["plain"]) == 8
     torch.testing.assert_close(seen["parallel"], seen["plain"])
 
 

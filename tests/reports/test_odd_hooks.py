@@ -266,6 +266,61 @@ def test_the_order_of_hooks() -> None:
     same(parallel, models[1], 1)
 
 
+def looks(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().abs().max())
+
+
+LOOKING: dict[str, Callable[[Any], Any]] = {
+    "the output": lambda m: m.f.register_forward_hook(lambda f, i, o: (m.seen.append(looks(o)), o)[1]),
+    "the arguments": lambda m: m.f.register_forward_pre_hook(lambda f, i: (m.seen.append(looks(i[0])), i)[1]),
+    "an argument": lambda m: m.f.register_forward_pre_hook(lambda f, i: (m.seen.append(looks(i[0])), i[0])[1]),
+    "keywords": lambda m: m.f.register_forward_pre_hook(
+        lambda f, i, k: (m.seen.append(looks(i[0])), (i, k))[1], with_kwargs=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOKING)
+def test_a_hook_that_looks_at_values_and_returns_them(name: str) -> None:
+    models = [Model(lambda m, x: m.g(m.f(x))) for _ in range(2)]
+    for model in models:
+        LOOKING[name](model)
+    same(parallelize(models[0], None), models[1])
+    assert len(models[0].seen) == 3
+
+
+class Scaled(nn.Linear):
+    """Has a number that its forward reads."""
+
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def doubles(tensor: torch.Tensor, seen: torch.Tensor) -> None:
+    if looks(seen) > 0:
+        tensor.data.mul_(2)
+
+
+WRITING: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "output": (lambda f: f.register_forward_hook(lambda f, i, o: doubles(o.detach(), o)), "what it is called with"),
+    "weight": (lambda f: f.register_forward_pre_hook(lambda f, i: doubles(f.weight, i[0])), "'f.weight'"),
+    "number": (lambda f: f.register_forward_pre_hook(lambda f, i: setattr(f, "scale", looks(i[0]))), "'f.scale'"),
+}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_a_hook_that_looks_at_values_and_writes(name: str) -> None:
+    """The rest of the call would have to see it."""
+    register, written = WRITING[name]
+    model = Model(lambda m, x: m.f(x))
+    model.f = Scaled(4, 4, dtype=D)
+    register(model.f)
+    with pytest.raises(AutoparError, match=f"looks at values and writes to {written}"):
+        parallelize(model, None)(batch(0))
+
+
 def test_a_hook_that_computes_with_what_it_counts() -> None:
     def add(model: Any) -> Any:
         calls = [0]

@@ -8,15 +8,17 @@ is nowhere in the forward pass: that is an error.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch_compat import hooks_of_all_modules
+from autopar._torch_compat import TorchDispatchMode, hooks_of_all_modules
 from autopar.capture.state.code.objects import is_library
 from autopar.capture.state.record import Record
 from autopar.capture.state.skeleton import Skeleton, build, holds
@@ -53,7 +55,7 @@ class Hooks(TorchFunctionMode):
         self._latest: Record | None = None
         self._registered = 0
         self._on_parameters: list[tuple[str, Any, Any]] = []
-        self.calls: list[tuple[str, Path, tuple[Any, ...], bool]] = []
+        self.calls: list[tuple[str, Path, tuple[Any, ...], bool, bool]] = []
         self.computing: dict[Place, frozenset[Path]] = {}
         self._counted = counted
 
@@ -146,7 +148,7 @@ class Hooks(TorchFunctionMode):
             # later.
             silent = result is None and self._fingerprint(args) == versions and self._registered == registered
             if changed or silent or failed:
-                self.calls.append((module, at, args[1:], result is None))
+                self.calls.append((module, at, args[1:], result is None, failed))
             if not silent and not failed:
                 # A hook may be called more than once: what one of its calls reads, the graph depends on.
                 self.computing[module, at] = self.computing.get((module, at), changes) & changes
@@ -248,15 +250,15 @@ def backward_watched(model: nn.Module, record: Record) -> Iterator[None]:
 def observations(hooks: Hooks, record: Record, leaf: Callable[[torch.Tensor], Leaf]) -> list[Observation]:
     """The calls to make after every step."""
     found: list[Observation] = []
-    for module, path, arguments, silent in hooks.calls:
+    for module, path, arguments, silent, failed in hooks.calls:
         skeletons = tuple(record.skeleton(a, leaf, "what a hook sees") for a in arguments)
         # Skeletons now, values later: the traced tensors that the hook saw hold nothing.
-        found.append(partial(_call_hook, module, path, skeletons, silent))
+        found.append(partial(_call_hook, module, path, skeletons, silent, failed))
     return found
 
 
 def _call_hook(
-    name: str, path: Path, arguments: tuple[Skeleton, ...], silent: bool, model: nn.Module, results: Any
+    name: str, path: Path, arguments: tuple[Skeleton, ...], silent: bool, failed: bool, model: nn.Module, results: Any
 ) -> None:
     """Call a recording hook with values.
 
@@ -265,6 +267,7 @@ def _call_hook(
         path: of the hook in the module.
         arguments: skeletons of what it is called with besides the module.
         silent: it returned None while it was traced.
+        failed: it could not run then, so that nobody knows what it writes to.
         model: the live one.
         results: for the leaves.
     """
@@ -274,12 +277,89 @@ def _call_hook(
     if hook is None:
         return  # it has been removed in the meantime
     # With gradients, as in eager mode: what a hook keeps may become part of a loss, which must not lose them silently.
-    returned = hook(module, *(build(model, a, results) for a in arguments))
-    if returned is not None and silent:
+    given = [build(model, a, results) for a in arguments]
+    written = _Written(module, table) if failed else None
+    with written or contextlib.nullcontext():
+        returned = hook(module, *given)
+    if written is not None and (what := written.too_late(model, name, given)):
+        raise AutoparError(
+            f"the hook {_title(hook)} of {name or 'the model'} looks at values and writes to {what}, which the rest of "
+            "the call would have to see, and no graph can: compute with tensors alone, or write in the training loop"
+        )
+    if returned is not None and silent and not _is_what_it_saw(returned, given, table):
         raise AutoparError(
             f"the hook {_title(hook)} of {name or 'the model'} returns something that depends on the "
             "values it sees, which no graph can: return None, or compute with tensors alone"
         )
+
+
+class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What a hook that is called after the step writes to while it is entered."""
+
+    def __init__(self, module: nn.Module, table: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._module, self._is_before, self._attributes = module, table == "_forward_pre_hooks", _attributes(module)
+        self._memory: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note where an operator writes, and go on."""
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._memory |= _memory(args[i] if i < len(args) else (kwargs or {}).get(argument.name))
+        return func(*args, **(kwargs or {}))
+
+    def too_late(self, model: nn.Module, name: str, given: list[Any]) -> str:
+        """What eager mode would read in the same call; empty: nothing."""
+        if self._memory & _memory(given):
+            return "what it is called with"
+        if self._is_before:
+            read = _names(getattr(type(self._module).forward, "__code__", None))
+            now, before = _attributes(self._module), self._attributes
+            if changed := sorted(n for n, v in now.items() if n in read and v is not before.get(n)):
+                return f"{'.'.join(filter(None, (name, changed[0])))!r}"
+        # After a module's forward its own tensors may be written, as observers do: they are read by the next call.
+        own = () if self._is_before else (*self._module.parameters(), *self._module.buffers())
+        after = {id(t) for t in own}
+        for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if id(tensor) not in after and self._memory & _memory(tensor):
+                return f"{path!r}"
+        return ""
+
+
+def _memory(value: Any) -> set[int]:
+    """Where the tensors in a value are."""
+    if isinstance(value, torch.Tensor):
+        tensor = value.to_local() if isinstance(value, DTensor) else value
+        return {tensor.untyped_storage().data_ptr()} - {0}
+    inner = None if isinstance(value, nn.Module) else children(value)
+    return {m for _, part in inner or () for m in _memory(part)}
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {**vars(module), **module._buffers}
+
+
+def _names(code: types.CodeType | None) -> set[str]:
+    """The attributes that a function reads or writes, and those in it."""
+    if code is None:
+        return set()
+    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
+def _is_what_it_saw(returned: Any, given: list[Any], table: str) -> bool:
+    """Whether a hook returns what torch would go on with anyway.
+
+    Args:
+        returned: by the hook.
+        given: its arguments after the module; of a forward hook the output is the last.
+        table: of hooks, in which it is.
+    """
+    if table == "_forward_hooks":
+        return returned is given[-1]
+    args = given[0]
+    if len(given) > 1 and isinstance(returned, tuple) and len(returned) == 2:  # with_kwargs=True
+        return returned[0] is args and returned[1] is given[1]
+    return returned is args or (len(args) == 1 and returned is args[0])
 
 
 def seen_by(calls: Sequence[Observation], index: int) -> list[str]:

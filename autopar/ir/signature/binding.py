@@ -89,7 +89,8 @@ class Arguments:
 
     def __repr__(self) -> str:
         # The text is the key of the graph: only hooks tell positional from named arguments.
-        form = f", {len(self.positional)} positional, {list(self.named)}" if self.hooked else ""
+        form = f" in {len(self.positional)} positional arguments and {list(self.named)} for hooks of the model"
+        form = form if self.hooked else ""
         marked = f", {self.attributes!r}" if self.attributes else ""
         return f"{self.values!r}{form}{marked}"
 

@@ -21,6 +21,7 @@ NO_SYNC, WAITING, FAILURES = "no_sync", "what waits since no_sync", "what failed
 # The names above head the rows of a `RankError`; the ones below say what the user does about it.
 _REMEDIES = {
     SHAPES: "pass tensors of equal shapes on every rank (drop_last=True for a sampler)",
+    STRUCTURE: "pass the same arguments on every rank, and register hooks of the model on every rank, or on none",
     MODEL: "build the same model on every rank",
     MODE: "call train() or eval() on every rank",
     NO_SYNC: "enter no_sync() on every rank, or on none",
