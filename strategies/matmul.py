@@ -70,17 +70,27 @@ def pdist_backward(grad: Spec, x: Spec, p: float, distances: Spec) -> Rule:
 @rule(aten._cdist_forward.default)
 def cdist(a: Spec, b: Spec, p: float, mode: int | None) -> Rule:
     """Distances between all rows of two matrices, for each element of a batch."""
-    batch = "".join(c if n != 1 else "1" for c, n in zip("bcdefgh", a.shape[:-2], strict=False))
+    first, second, whole = _batches(a, b)
     # A root over the sum of powers: parts of rows do not add up.
-    return Rule(f"{batch}pm,{batch}rm->{batch}pr", blocked="m")
+    return Rule(f"{first}pm,{second}rm->{whole}pr", blocked="m")
 
 
 @rule(aten._cdist_backward.default)
 def cdist_backward(grad: Spec, a: Spec, b: Spec, p: float, distances: Spec) -> Rule:
-    """Its gradient of the first matrix: a sum over rows of the second."""
-    batch = "".join(c if n != 1 else "1" for c, n in zip("bcdefgh", a.shape[:-2], strict=False))
-    pairs = f"{batch}pr"
-    return Rule(f"{pairs},{batch}pm,{batch}rm,{pairs}->{batch}pm", reduce="r", blocked="m", linear=((0,),))
+    """Its gradient of the first matrix, for each element of the batch: a sum over rows of the second."""
+    first, second, whole = _batches(a, b)
+    pairs = f"{whole}pr"
+    return Rule(f"{pairs},{first}pm,{second}rm,{pairs}->{whole}pm", reduce="r", blocked="m", linear=((0,),))
+
+
+def _batches(a: Spec, b: Spec) -> tuple[str, str, str]:
+    """The dims in front of two matrices, which broadcast, and those of the result."""
+    count = max(a.ndim, b.ndim) - 2
+    names = letters(count, 26)  # upper case; the equations have lower case
+    padded = [(1,) * (count + 2 - t.ndim) + tuple(t.shape[:-2]) for t in (a, b)]
+    first, second = (["1" if n == 1 else c for c, n in zip(names, sizes, strict=True)] for sizes in padded)
+    whole = "".join(d if c == "1" else c for c, d in zip(first, second, strict=True))
+    return "".join(first[count + 2 - a.ndim :]), "".join(second[count + 2 - b.ndim :]), whole
 
 
 @rule(routing.sort_by_expert)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import fx
 from autopar.capture.harness import Harness, Seen
 from autopar.errors import CaptureError
 from autopar.ir.program import GRADIENTS, Input, Output, Program, State
+
+logger = logging.getLogger("autopar")
 
 _ORDER = ("result", "input_gradient", "gradient")
 """Of outputs, after buffers and parameters: `no_sync` splits off the gradients of parameters alone."""
@@ -24,7 +27,7 @@ def describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Program
     """
     seen = harness.seen
     inputs = _inputs(joint, harness)
-    written, others = _outputs(joint, seen)
+    written, others = _outputs(joint, harness)
     others = dict(sorted(others.items(), key=lambda item: _ORDER.index(item[0].kind)))
     joint.graph.output_node().args = ([*written.values(), *others.values()],)
     outputs = (*written, *others)
@@ -98,8 +101,11 @@ def _inputs(joint: fx.GraphModule, harness: Harness) -> dict[fx.Node, Input]:
     return found
 
 
-def _outputs(joint: fx.GraphModule, seen: Seen) -> tuple[dict[Output, fx.Node | None], dict[Output, fx.Node | None]]:
+def _outputs(
+    joint: fx.GraphModule, harness: Harness
+) -> tuple[dict[Output, fx.Node | None], dict[Output, fx.Node | None]]:
     """New values of buffers and parameters, and all other outputs."""
+    seen = harness.seen
     node = joint.graph.output_node()
     values: Any = node.args[0]
     written: dict[Output, fx.Node | None] = {}
@@ -109,7 +115,11 @@ def _outputs(joint: fx.GraphModule, seen: Seen) -> tuple[dict[Output, fx.Node | 
             continue
         output = _output(desc)
         if output.kind == "gradient" and _input(desc.grad_of).kind == "buffer":
-            if value is not None:
+            # Of a zero that a module calls requires_grad_() on, as a loss to begin with: no optimizer has it.
+            if value is not None and output.name not in harness.differentiable_buffers:
+                told = "%r is no parameter and gets no gradient: forward calls requires_grad_() on it"
+                logger.warning(told, output.name)
+            elif value is not None:
                 raise CaptureError(
                     f"{output.name!r} is no parameter, and requires a gradient, which would be lost: make it an "
                     "nn.Parameter, detach() it where it is kept from an earlier call, pass it as an argument, or "

@@ -113,6 +113,8 @@ class Harness(nn.Module):
         # To tell parameters that a lazy module makes in forward.
         self.parameter_names = {name for name, _ in model.named_parameters()}
         named = [*model.named_parameters(), *model.named_buffers()]
+        # To tell buffers that forward makes differentiable.
+        self.differentiable_buffers = {n for n, b in model.named_buffers(remove_duplicate=False) if b.requires_grad}
         self.plain_parameters = {name for name, p in model.named_parameters() if isinstance(p, nn.Parameter)}
         self.attributes = {name: own for name, t in named if (own := tensor_attributes(t))}
         # Registered as None, or not at all, and set in forward: `named_buffers` does not show these.

@@ -258,6 +258,34 @@ def test_gradients_of_attributes_that_are_no_parameters() -> None:
         parallelize(Reading(lambda m, x: m.f(x) * m.w, w=weight), None)(inputs(0))
 
 
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_zero_that_forward_makes_differentiable(registered: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A loss to begin with, as vector quantizers have it: it needs no gradient of its own."""
+
+    def quantizing(m: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = m.zero
+        if m.training:
+            loss.requires_grad_()
+        return loss + m.f(x).square().mean()
+
+    plain = Reading(quantizing)
+    if registered:
+        plain.register_buffer("zero", torch.zeros((), dtype=D), persistent=False)
+    else:
+        plain.zero = torch.zeros((), dtype=D)
+    for seed in range(2):
+        report = verify(plain, (inputs(0),), {"a": 2, "b": 2}, plan="random", seed=seed)
+        assert max(report.max_error, report.capture_error) < BOUND
+    model = parallelize(copy.deepcopy(plain), None)
+    for training in (True, True, False):
+        for m in (model, plain):
+            m.train(training)
+            m.zero_grad()
+            m(inputs(0)).sum().backward()
+        assert torch.equal(model.full_gradients()["f.weight"], plain.f.weight.grad)
+    assert "'zero' is no parameter and gets no gradient" in caplog.text
+
+
 def test_a_tensor_kept_with_its_history() -> None:
     """It may be read without gradients; through it there are none, where eager refuses a second backward pass."""
 

@@ -112,6 +112,10 @@ def dims() -> Iterator[Sample]:
     yield call(aten._cdist_forward.default, x(2, 4, 3), x(2, 6, 3), 2.0, None)
     distances = torch.cdist(x(2, 4, 3), x(2, 6, 3))
     yield call(aten._cdist_backward.default, x(2, 4, 6), x(2, 4, 3), x(2, 6, 3), 2.0, distances)
+    for first, second in ((x(2, 4, 3), x(6, 3)), (x(6, 3), x(2, 4, 3)), (x(4, 2, 4, 3), x(1, 2, 6, 3))):
+        distances = torch.cdist(first, second)
+        yield call(aten._cdist_forward.default, first, second, 2.0, None)
+        yield call(aten._cdist_backward.default, x(*distances.shape), first, second, 2.0, distances)
 
 
 def without_dims() -> Iterator[Sample]:
