@@ -32,7 +32,7 @@ from autopar.rules.remembered import forget
 from autopar.runtime.agreement.same_program import collective_order, require_same_program
 from autopar.runtime.compiled.executable import Executables
 from autopar.runtime.devices import reserve_of_device
-from autopar.runtime.dtensor import Placements, from_placements
+from autopar.runtime.dtensor import Placements, cuts_of, from_placements
 from autopar.runtime.mesh import MeshContext, with_axes
 from autopar.runtime.observer import CAPTURE, REWRITE, SEARCH, Observer
 from autopar.runtime.state.parameters import plain_parameters
@@ -181,7 +181,9 @@ def specialize(
     # Another Python state of the model need not mean another graph.
     for other in known:
         if same_graph(program, other.program):
-            return replace(other, program=program)
+            return replace(other, program=replace(program, cuts=other.program.cuts))
+    if placements is not None:
+        program = _cut_as_laid_out(program, placements, options, context)
     # As plain data: a broadcast pickles it, which depends on classes otherwise.
     with observer.phase(SEARCH):
         data, claimed = agreed.decide(
@@ -200,6 +202,22 @@ def specialize(
     offloaded = graph_info(local.graph).offloaded_states
     forget()  # another shape has other operators
     return Specialization(program, part, plan, step, context, _seed(step.program, options, context), offloaded)
+
+
+def _cut_as_laid_out(
+    program: Program, placements: Mapping[str, Placements], options: CompileOptions, context: MeshContext
+) -> Program:
+    """The program in whose factors the layouts of parameters can be expressed, as far as its operators allow it.
+
+    Training may have cut a dim that evaluation has whole: of a head that computes logits of some words at a time, say.
+    """
+    dims, cuts = analyze(program), dict[str, tuple[tuple[int, ...], ...]]()
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        if spec.kind == "parameter":
+            type_, present = dims.type_of(node), placements[spec.name]
+            if _present_layout(type_, present, options.search, context) is None:
+                cuts[spec.name] = cuts_of(type_.shape, present)
+    return replace(program, cuts=cuts) if cuts else program
 
 
 def _as_data(plan: Plan) -> tuple[dict[str, Any], bool]:

@@ -247,6 +247,8 @@ class Program:
         fused: a compiler puts pointwise operators and reductions that follow each other into one kernel, and costs are
             counted so.
         float8: how linear layers compute in float8; empty: they do not.
+        cuts: sizes of the factors that each dim of a parameter has in another graph, by its name, where the layout that
+            it has is one of these factors'.
     """
 
     graph: fx.GraphModule
@@ -271,6 +273,7 @@ class Program:
     draws_in_kernels: bool = False
     fused: bool = False
     float8: str = ""
+    cuts: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def with_graph(self, graph: fx.GraphModule) -> Program:
         """The program with a graph that has been rewritten, without what no output depends on."""

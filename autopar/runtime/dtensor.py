@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -73,6 +74,17 @@ def _factor(type_: TensorType, placement: Shard | StridedShard) -> int | None:
             return j
         before *= factor.size
     return None
+
+
+def cuts_of(shape: Sequence[int], placements: Sequence[TorchPlacement]) -> tuple[tuple[int, ...], ...]:
+    """Sizes of the factors of each dim that placements need; one factor each, where blocks follow one another."""
+    found = []
+    for dim, size in enumerate(shape):
+        strided = {p.split_factor for p in placements if isinstance(p, StridedShard) and p.dim % len(shape) == dim}
+        ends = sorted({1, size, *strided})
+        sizes = tuple(b // a for a, b in itertools.pairwise(ends) if b % a == 0)
+        found.append(sizes if math.prod(sizes) == size else (size,))
+    return tuple(found)
 
 
 def plain_type(shape: Sequence[int], dtype: torch.dtype) -> TensorType:

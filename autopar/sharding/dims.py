@@ -7,6 +7,7 @@ split. Factorings that contradict each other (320 as 32 x 10 and as 5 x 64) stay
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -161,11 +162,18 @@ def _analyze(program: Program) -> Dims:
 def _boundary_dims(program: Program, factors: FactorClasses) -> dict[Value, list[list[int]]]:
     """Fresh factors for each dim of inputs, constants and outputs of the program."""
     found: dict[Value, list[list[int]]] = {}
+    named = {n: i.name for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "parameter"}
     finals = {producer(v) for v in program.output_values if v is not None}
     for node in program.graph.graph.nodes:
         for i, value in enumerate(values_of(node) if node.op != "output" else ()):
             if value is not None and (node.op in ("placeholder", "get_attr") or (node, i) in finals):
-                found[node, i] = [factors.new(int(n)) for n in value.shape]
+                cuts = program.cuts.get(named.get(node, ""), ((),) * value.ndim)
+                dims = zip(value.shape, cuts, strict=True)
+                # Padding changes a dim's size: it is one factor then.
+                found[node, i] = [
+                    [f for size in (cut if math.prod(cut) == n else (int(n),)) for f in factors.new(size)]
+                    for n, cut in dims
+                ]
     return found
 
 

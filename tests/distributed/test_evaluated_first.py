@@ -1,7 +1,8 @@
-"""A run that evaluates before its first step: its layouts are those that training gets."""
+"""A run that evaluates before its first step, or whose evaluation computes otherwise: layouts are those of training."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -71,6 +72,51 @@ def test_layouts_are_of_the_step(two_ranks: Ranks) -> None:
         assert (trains, graphs, modes) == (True, 2, [False, False, True, False])
     # Nobody trains, as far as one can see.
     assert two_ranks.run(evaluates_first, True, False)[0][:2] == (False, 1)
+
+
+class Words(nn.Module):
+    """In training it computes logits of some words at a time, which cuts the words in pieces of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(62, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h, head = self.words(ids).tanh(), self.words.weight
+        parts = [head[:20], head[20:40], head[40:]] if self.training else [head]
+        logits = torch.cat([nn.functional.linear(h, part) for part in parts], -1)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def evaluates_whole(rank: int) -> tuple[list[float], list[float], str]:
+    torch.manual_seed(0)
+    model = Words().double()
+    plain = copy.deepcopy(model)
+    model = autopar.parallelize(model, mesh_of(2), search=autopar.Search(recipe="fsdp", cache=False))
+    losses: list[list[float]] = []
+    for m in (model, plain):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
+        losses.append([])
+        for step in range(3):
+            ids = torch.randint(0, 62, (4, 6), generator=torch.Generator().manual_seed(step))
+            m.train()
+            loss = m(ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            m.eval()
+            with torch.no_grad():
+                losses[-1] += [loss.item(), m(ids).item()]
+            m(ids).backward()  # gradients in evaluation
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses[0], losses[1], str(model.words.weight.placements)
+
+
+def test_evaluation_has_the_factors_of_layouts_that_training_chose(two_ranks: Ranks) -> None:
+    for found, expected, placements in two_ranks.run(evaluates_whole):
+        assert "31" in placements
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.deep
