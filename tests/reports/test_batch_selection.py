@@ -111,7 +111,7 @@ def test_random_plans_of_the_whole_batch(name: str) -> None:
 
 @pytest.mark.deep
 def test_mixtral_plans_where_memory_binds() -> None:
-    """Its experts sort tokens of the whole batch: no microbatches, and less memory by computing again."""
+    """Less memory by computing again; and its experts' tokens, which are sorted, may be those of microbatches."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     def mixtral() -> Any:
@@ -135,5 +135,5 @@ def test_mixtral_plans_where_memory_binds() -> None:
     plain(**batch).loss.backward()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(report.gradients[name].float(), parameter.grad, rtol=1e-3, atol=1e-5)
-    with pytest.raises(InfeasibleError, match="takes something of the whole batch"):
-        solve(program, {"a": 2}, "h100", search=Search(pins={"microbatches": 2}))
+    parts = solve(program, {"a": 2}, "h100", search=Search(pins={"microbatches": 2}))
+    assert verify(mixtral(), batch, {"a": 2}, plan=parts).max_error < 1e-10
