@@ -80,7 +80,7 @@ def cuts_of(shape: Sequence[int], placements: Sequence[TorchPlacement]) -> tuple
     """Sizes of the factors of each dim that placements need; one factor each, where blocks follow one another."""
     found = []
     for dim, size in enumerate(shape):
-        strided = {p.split_factor for p in placements if isinstance(p, StridedShard) and p.dim % len(shape) == dim}
+        strided = {int(p.split_factor) for p in placements if isinstance(p, StridedShard) and int(p.dim) == dim}
         ends = sorted({1, size, *strided})
         sizes = tuple(b // a for a, b in itertools.pairwise(ends) if b % a == 0)
         found.append(sizes if math.prod(sizes) == size else (size,))
