@@ -119,6 +119,28 @@ def test_evaluation_has_the_factors_of_layouts_that_training_chose(two_ranks: Ra
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def evaluates_first_under_a_plan(rank: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    model = Words().double()
+    plain = copy.deepcopy(model)
+    ids = torch.randint(0, 62, (4, 6), generator=torch.Generator().manual_seed(0))
+    plan = autopar.plan(model, (ids,), cluster="cpu", axes={"a": 2}, search=autopar.Search(recipe="fsdp", cache=False))
+    model = autopar.parallelize(model, mesh_of(2), plan=plan)
+    losses = []
+    for m in (model, plain):
+        m.eval()
+        with torch.no_grad():
+            losses.append([m(ids).item()])
+        m.train()
+        losses[-1].append(m(ids).item())
+    return losses[0], losses[1]
+
+
+def test_evaluation_under_a_plan_for_training(two_ranks: Ranks) -> None:
+    for found, expected in two_ranks.run(evaluates_first_under_a_plan):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.deep
 def test_a_batch_that_cannot_train(two_ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "autopar")
