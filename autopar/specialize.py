@@ -211,12 +211,13 @@ def _cut_as_laid_out(
 
     Training may have cut a dim that evaluation has whole: of a head that computes logits of some words at a time, say.
     """
-    dims, cuts = analyze(program), dict[str, tuple[tuple[int, ...], ...]]()
-    for node, spec in zip(program.placeholders, program.inputs, strict=True):
-        if spec.kind == "parameter":
-            type_, present = dims.type_of(node), placements[spec.name]
-            if _present_layout(type_, present, options.search, context) is None:
-                cuts[spec.name] = cuts_of(type_.shape, present)
+    named = {i.name: n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "parameter"}
+    cuts = {name: cuts_of(node.meta["val"].shape, placements[name]) for name, node in named.items()}
+    cuts = {name: dims for name, dims in cuts.items() if any(len(sizes) > 1 for sizes in dims)}
+    if cuts:  # few layouts are of a factor
+        dims = analyze(program)
+        present = {n: _present_layout(dims.type_of(named[n]), placements[n], options.search, context) for n in cuts}
+        cuts = {name: sizes for name, sizes in cuts.items() if present[name] is None}
     return replace(program, cuts=cuts) if cuts else program
 
 

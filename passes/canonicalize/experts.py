@@ -114,22 +114,26 @@ def _chain(key: fx.Node) -> Iterator[fx.Node]:
     A key is the experts, a number as which they were cast, or one that says which of an expert's pairs comes first:
     ``ids * pairs + place``.
     """
-    node = key
+    node, constants = key, _constants(key.graph)
     while node.meta["val"].numel() == key.meta["val"].numel():
         if not node.meta["val"].is_floating_point():
             yield node
         elif node.target is not aten._to_copy.default:
             return
-        changing = [a for a in node.all_input_nodes if not _is_constant(a)]
+        changing = [a for a in node.all_input_nodes if a not in constants]
         if len(changing) != 1 or not isinstance(changing[0].meta["val"], torch.Tensor):
             return
         node = changing[0]
 
 
-def _is_constant(node: fx.Node) -> bool:
-    """Whether a tensor is the same in each call."""
-    drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return node.op == "call_function" and not drawn and all(_is_constant(a) for a in node.all_input_nodes)
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """What is the same in each call: made of numbers alone, and not drawn."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op == "call_function" and not drawn and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _source(ids: fx.Node) -> fx.Node:
@@ -219,8 +223,15 @@ class _Draw:
         """What a node gives; None if it depends on anything but the experts."""
         if not isinstance(node, fx.Node):
             return None
-        if node not in self.known:
-            self.known[node] = self._computed(node)
+        pending = [node]  # no recursion: a model may have more layers than Python has frames
+        while pending:
+            missing = [a for a in pending[-1].all_input_nodes if a not in self.known]
+            if missing and pending[-1] not in self.known:
+                pending.append(missing[0])
+                continue
+            last = pending.pop()
+            if last not in self.known:
+                self.known[last] = self._computed(last)
         return self.known[node]
 
     def _computed(self, node: fx.Node) -> Any:

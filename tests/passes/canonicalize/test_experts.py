@@ -542,3 +542,19 @@ def test_few_tokens(tokens: int) -> None:
     """An order of two pairs is its own inverse, and one of one pair anything."""
     x = (torch.randn(1, tokens, HIDDEN),)
     assert verify(Layer(inverted, k=1), x, {"a": 2}, plan="random").max_error < 1e-12
+
+
+def test_more_layers_than_python_has_frames() -> None:
+    """Experts of the last one depend on all of them."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = ROUTED["keys"]()
+
+        def forward(self, x: Tensor) -> Any:
+            for _ in range(1100):
+                x = x.tanh()
+            return self.layer(x)
+
+    assert routing.sort_by_expert in targets(program_of(Deep(), batch(8)))
