@@ -18,7 +18,7 @@ VERSION_TESTS ?= tests/torch_compat tests/test_import.py tests/capture tests/str
   $(addprefix tests/distributed/test_,changes.py microbatches.py staged_tensors.py whole_operators.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv links demo test tests test-deep test-models test-versions lint style types format bench docs
+.PHONY: help .venv links demo test tests test-slow test-deep test-models test-versions lint style types format bench docs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,9 @@ types: .venv
 	.venv/bin/mypy
 
 tests: .venv
+	$(PYTEST) -m "not deep and not slow"
+
+test-slow: .venv ## the tests of `make test`, and those that take longer
 	$(PYTEST) -m "not deep"
 
 test-deep: lint .venv/.models ## the same with the deep tests and 2000 examples per property

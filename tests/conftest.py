@@ -34,8 +34,20 @@ LONGEST = (DISTRIBUTED, "tests/test_docs.py", "tests/fuzz/")
 """Groups that would keep one worker busy when the other is done."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest groups first."""
+    """The longest groups first; of tests marked ``some(n)`` all but n are slow."""
+    sets: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some") and not item.get_closest_marker("deep"):
+            sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in sets.values():
+        mark = group[0].get_closest_marker("some")
+        assert mark is not None
+        kept = {len(group) * i // mark.args[0] for i in range(mark.args[0])}
+        for number, item in enumerate(group):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: [not item.nodeid.startswith(name) for name in LONGEST])
 
 

@@ -73,6 +73,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_saved_before_the_first_step(tmp_path: Path, name: str) -> None:
     """It has no state then, and none after loading: not one of zeros, or of weight decay, which are none of its own."""
@@ -196,6 +197,7 @@ class Branches(nn.Module):
         return (self.always(x) + (self.later(x) if both else 0.0)).square().mean()
 
 
+@pytest.mark.slow
 def test_parameters_without_gradients_so_far(tmp_path: Path) -> None:
     """They have no state in the optimizer, and none after loading: what begins later begins as in the first run."""
 

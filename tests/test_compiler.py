@@ -84,6 +84,7 @@ def planned(name: str, sizes: tuple[int, ...], kind: str) -> tuple[Program, Dims
     return program, dims, values, predict(program, dims, random_plan(program, dims, axes, Cluster.preset("h100"), 3))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "sizes", "kind"),
     [
@@ -387,6 +388,7 @@ def test_plan_errors() -> None:
     assert used["parameters"] + used["gradients"] + used["optimizer"] <= caught.value.needed
 
 
+@pytest.mark.slow
 def test_memory_is_kept() -> None:
     model, batch = models.mlp(hidden=16)
     program = program_of(model, batch)

@@ -27,6 +27,8 @@ TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT 
 
 SAY_WHAT_IS_BEST = ("concepts.md", "memory.md")  # pages whose examples go by the best plan that is found
 
+LONG = ("cli.md", "goals.md", "memory.md")  # pages that take half a minute
+
 NO_RUN = "no-run"  # needs several processes or a GPU: only compiled
 
 
@@ -91,7 +93,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, id=p.name, marks=[pytest.mark.thorough] if p.name in SAY_WHAT_IS_BEST else []) for p in PAGES],
+    [
+        pytest.param(
+            p,
+            id=p.name,
+            marks=[pytest.mark.thorough] * (p.name in SAY_WHAT_IS_BEST) + [pytest.mark.slow] * (p.name in LONG),
+        )
+        for p in PAGES
+    ],
 )
 def test_the_examples_run(page: Path, folder: Path) -> None:
     with redirect_stdout(io.StringIO()):

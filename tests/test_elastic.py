@@ -45,6 +45,7 @@ def go(run: Any, train: Callable[[], float], total: int, *, cut: int | None = No
     return losses
 
 
+@pytest.mark.slow
 def test_a_process_that_is_lost_goes_on_where_it_was(start: Start, tmp_path: Path) -> None:
     losses: dict[int, float] = {}
     for begins, cut in ((0, 0), (0, 4), (4, 4), (4, 6), (6, None)):
@@ -58,6 +59,7 @@ def test_a_process_that_is_lost_goes_on_where_it_was(start: Start, tmp_path: Pat
     assert run.step == 8 and not go(run, train, 8)
 
 
+@pytest.mark.slow
 def test_what_is_not_in_memory_is_in_the_last_checkpoint(start: Start, tmp_path: Path) -> None:
     def lose() -> None:
         for path in (tmp_path / "memory").iterdir():

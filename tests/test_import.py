@@ -50,6 +50,7 @@ assert find_rule(torch.ops.aten.add.Tensor) is not None
 """
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("script", [QUICK, ANY_ORDER, CHECKPOINT, RULES])
 def test_in_a_fresh_process(script: str) -> None:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)

@@ -122,6 +122,7 @@ class Gates(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_the_bound_is_that_of_the_best_choice() -> None:
     program = program_of(Gates(), {"x": torch.randn(64, 8)})
     found = least_memory.lives_of(program, (2,))

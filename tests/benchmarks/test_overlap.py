@@ -24,6 +24,7 @@ def test_a_row_with_and_without() -> None:
     assert 1.0 <= after["ratio"] < before["ratio"]
 
 
+@pytest.mark.slow
 def test_tiny_models_wait_for_the_host() -> None:
     row = next(overlap.families("llama"))
     assert set(row) == set(overlap.FAMILY_COLUMNS)

@@ -128,6 +128,7 @@ def test_a_mask_that_hides_nothing_goes(mask: Mask) -> None:
     assert kernel(Attention(mask)).args[3:] == (None, None, 0.0, False, None)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_masks_stay(name: str) -> None:
     node = kernel(Attention(OTHERS[name]))
@@ -135,6 +136,7 @@ def test_other_masks_stay(name: str) -> None:
     assert node.args[4:] == (None, 0.0, False, None)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", [*CAUSAL, "none"])
 def test_long_masks_are_known_by_their_functions(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Masks that are never made, in part or as a whole."""
@@ -205,6 +207,7 @@ def test_a_llama_has_neither() -> None:
         assert node.args[1].meta["val"].shape[1] == model.config.num_key_value_heads  # type: ignore[union-attr]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("mask", "repeat"),
     crossed([*CAUSAL, *(n for n in OTHERS if n != "by chance")], [expanded, expanded_before, interleaved, tiled]),
@@ -215,6 +218,7 @@ def test_the_graph_computes_what_the_model_does(mask: str, repeat: RepeatedLayer
     assert max(report.max_error, report.capture_error) < BOUND
 
 
+@pytest.mark.slow
 def test_what_torch_transforms_is_torchs() -> None:
     """Its operators have rules for batches of `vmap` and for dual numbers; ours has none."""
 
@@ -228,6 +232,7 @@ def test_what_torch_transforms_is_torchs() -> None:
     assert max(report.max_error, report.capture_error) < BOUND
 
 
+@pytest.mark.slow
 def test_dims_and_heads_of_every_kind() -> None:
     """Of one head without a dim for it, of two leading dims, with a mask of one row, and with dropout."""
 
@@ -258,6 +263,7 @@ def test_dims_and_heads_of_every_kind() -> None:
     assert targets.count(FORWARD) + targets.count(masked) == 4  # of five dims torch's own parts
 
 
+@pytest.mark.slow
 def test_torchs_own_module_is_one_operator_with_dropout() -> None:
     """On every device: within its function, which is Python's, torch would take the parts on a CPU."""
 
@@ -289,6 +295,7 @@ def test_autocast() -> None:
     assert kernel(Lower(CAUSAL["bool"])).meta["val"][0].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_queries_are_split() -> None:
     """Random plans of causal attention, some of which split queries: these need a mask of their own."""
     model, tokens = Attention(CAUSAL["bool"], expanded, heads=2), batch()

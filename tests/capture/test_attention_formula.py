@@ -141,6 +141,7 @@ def test_formulas_are_attention(seed: int) -> None:
     assert SOFTMAX not in found and sum("attention" in str(t) for t in found) >= 2 * len(FORMULAS)
 
 
+@pytest.mark.slow
 def test_arguments_by_name() -> None:
     """Of functions that are given them so, in any order; what is not known is a formula, and no error."""
     softmax, least = functional.softmax, torch.finfo(torch.float32).min
@@ -286,6 +287,7 @@ def hidden(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1) @ v[:, :1]
 
 
+@pytest.mark.slow
 def test_queries_that_see_no_key() -> None:
     """A mean of all keys, whose gradients no kernel has, some rows at a time; or with a sink nothing."""
     for sink in (False, True):
@@ -302,12 +304,14 @@ OTHERS = (
 )  # fmt: skip
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("formula", OTHERS)
 def test_other_formulas_stay(formula: Callable[..., Tensor]) -> None:
     found = targets(ByFormula(formula))
     assert SOFTMAX in found and attention not in found
 
 
+@pytest.mark.slow
 def test_other_formulas_are_what_they_are() -> None:
     formulas = [f for f in OTHERS if f is not rounded]
     assert verify(ByFormula(*formulas), batch(), {"a": 2}, plan="random").max_error < BOUND

@@ -19,6 +19,7 @@ from tests.strategies.sequence_models import MODELS, Chunks
 BOUND = 1e-10
 
 
+@pytest.mark.slow
 def test_rows_of_states_are_sent() -> None:
     """Of 16 chunks no device has the states of all, nor pairs of chunks."""
     model, batch = Chunks().double(), (MODELS["chunks"][1],)
@@ -38,6 +39,7 @@ def test_both_orders_of_the_product(order: str) -> None:
     assert any(n.target is linear_scan for n in report.program.graph.graph.nodes)
 
 
+@pytest.mark.slow
 def test_other_products_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """States that do not begin at zero, another triangle, and a product along other chunks."""
 

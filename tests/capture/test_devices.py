@@ -25,6 +25,7 @@ class Normed(nn.Module):
         return self.norm(self.linear(x)).pow(3).mean()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("dims", "affine", "eps"), [(1, True, None), (2, True, 1e-3), (1, False, 1e-5)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_rms_norm_is_its_parts(dims: int, affine: bool, eps: float | None, dtype: torch.dtype) -> None:

@@ -113,6 +113,7 @@ def test_no_scalar_gives_a_tangent_for_each_output() -> None:
     assert named(program, "gradient") == ["linear.weight", "linear.bias"]
 
 
+@pytest.mark.slow
 def test_results_beside_a_loss_are_detached() -> None:
     program = capture(*models.encoder())
     assert program.loss == 0
@@ -138,6 +139,7 @@ def test_eval_mode_changes_the_graph() -> None:
     assert "dropout" not in str(capture(model.eval(), (torch.randn(8, 8),)).graph.graph)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("make", "tied"), [(models.gpt2, "lm_head.weight"), (models.bert, "cls.predictions.decoder.weight")]
 )

@@ -92,6 +92,7 @@ def expected(m: Flexible, x: Tensor, ids: Tensor, name: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name",
     [documents, window, learned, *(pytest.param(f, marks=pytest.mark.deep) for f in (slopes, capped, relative))],
@@ -118,6 +119,7 @@ def target_of(functions: Any, function: Any = flex_attention, given: Any = None)
     return next((n for n in program.graph.graph.nodes if "autopar.attention" in str(n.target)), None)
 
 
+@pytest.mark.slow
 def test_masks_are_functions() -> None:
     """Also of a function that a model has compiled, as transformers does."""
     assert target_of(documents).args[4:8] == ('[["aten.eq.Tensor", "%0", "%1"]]', False, TOKENS, 0)
@@ -182,6 +184,7 @@ def odd(m: Any, ids: Tensor) -> tuple[Any, Any]:
     return window(m, ids)[0], lambda s, b, h, i, j: s * torch.sigmoid(s)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name",
     [some_see_nothing, learned, odd, *(pytest.param(f, marks=pytest.mark.deep) for f in (documents, slopes, capped))],

@@ -93,6 +93,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_equal_to_eager(name: str) -> None:
     batch = torch.randn(ROWS, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -104,6 +105,7 @@ def test_equal_to_eager(name: str) -> None:
     assert report.max_error < TOLERANCE
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["bags", "bags, padded"])
 def test_bags_of_one_size_are_split_along_samples(name: str) -> None:
     """In microbatches, too."""
@@ -119,6 +121,7 @@ def test_bags_of_one_size_are_split_along_samples(name: str) -> None:
     assert autopar.verify(model, (batch,), {"a": 2}, plan=found, loss_fn=loss).max_error < TOLERANCE
 
 
+@pytest.mark.slow
 def test_matrices_of_distributions_are_checked_without_a_look_at_them() -> None:
     def evidence(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         covariance = y @ y.T + torch.eye(ROWS, dtype=y.dtype)

@@ -78,6 +78,7 @@ def require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.slow
 def test_answers_choose_the_graph(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="autopar")
     model = parallelize(Looks(), None)
@@ -208,6 +209,7 @@ class Placed(Looks):
         return h.sum()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("how", "said"),
     [

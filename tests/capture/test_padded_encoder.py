@@ -32,6 +32,7 @@ class Encoder(nn.Module):
         return y.exp().mean((1, 2))  # of the norm's own numbers the mean is zero
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("masks", ["at the end", "within", "added"])
 def test_evaluation_and_training_are_eagers(masks: str) -> None:
     model, x, lengths = Encoder(masks), torch.randn(4, 4, 8, dtype=D), torch.tensor([4, 2, 3, 1])

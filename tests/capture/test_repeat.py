@@ -115,6 +115,7 @@ SEARCHES: dict[str, tuple[dict[str, int], Search]] = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "layers", "how"),
     [
@@ -177,6 +178,7 @@ def test_others_at_the_beginning_within_a_budget() -> None:
     assert_same(solve(short, {"a": 4}, EAGER, memory=memory), solve(whole, {"a": 4}, EAGER, memory=memory))
 
 
+@pytest.mark.slow
 def test_padding_is_that_of_the_whole_model() -> None:
     whole, short = both("deep", 5, ffn=30)
     search = Search(pins={"*.up.weight": ("S(0)",)})
@@ -185,6 +187,7 @@ def test_padding_is_that_of_the_whole_model() -> None:
     assert_same(solve(short, {"a": 4}, EAGER, search=search), expected)
 
 
+@pytest.mark.slow
 def test_the_plan_runs_the_whole_model(tmp_path: Any) -> None:
     model, batch = deep(6)
     found = plan(model, batch, cluster=EAGER, axes={"a": 4})
@@ -197,6 +200,7 @@ def test_the_plan_runs_the_whole_model(tmp_path: Any) -> None:
         rewrite(program_to_plan(model, batch), found)
 
 
+@pytest.mark.slow
 def test_a_pin_of_one_layer_is_asked_of_all() -> None:
     whole, short = both("deep", 5)
     found = solve(short, {"a": 4}, EAGER)
@@ -216,6 +220,7 @@ def said_of(model: nn.Module, batch: Any, **search: Any) -> str:
     return said[-1]
 
 
+@pytest.mark.slow
 def test_blocks_that_the_model_tells_apart_are_all_captured() -> None:
     """By their number, in whatever way: what two and three blocks do must say what all do."""
     for skip in (lambda i, n: i % 2 == 1, lambda i, n: i % 3 == 2, lambda i, n: n == 2):
@@ -227,6 +232,7 @@ def test_blocks_that_the_model_tells_apart_are_all_captured() -> None:
     assert program_to_plan(model, batch).repeat is not None
 
 
+@pytest.mark.slow
 def test_a_number_that_is_read_keeps_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = deep(4)
     forward = Block.forward
@@ -234,18 +240,21 @@ def test_a_number_that_is_read_keeps_the_model_whole(monkeypatch: pytest.MonkeyP
     assert "a block's own number decides what it computes" in said_of(model, batch)
 
 
+@pytest.mark.slow
 def test_pins_of_some_blocks_keep_the_model_whole() -> None:
     model, batch = deep(4)
     assert "'layers.2.*' holds for some blocks only" in said_of(model, batch, pins={"layers.2.*": ("R",)})
     assert program_to_plan(model, batch, search=Search(pins={"*.up.weight": ("R",)})).repeat is not None
 
 
+@pytest.mark.slow
 def test_shared_parameters_keep_the_model_whole() -> None:
     model, batch = deep(4)
     model.layers[3].up.weight = model.layers[0].up.weight
     assert "blocks of layers share parameters" in said_of(model, batch)
 
 
+@pytest.mark.slow
 def test_untied_layers_and_random_plans_need_the_whole_model() -> None:
     model, batch = deep(4)
     for search in (Search(tie_layers=False), Search(recipe="random")):

@@ -25,6 +25,7 @@ def test_plan_prints_a_table_and_saves_what_can_be_loaded(model: str, tmp_path: 
     assert set(loaded.parameters) == {"up.weight", "up.bias", "down.weight", "down.bias"}
 
 
+@pytest.mark.slow
 def test_json_is_the_plan_and_nothing_else(model: str) -> None:
     result = plan(f"{model}:make", "--json", "--memory", "1GiB", "--optimizer", "sgd", "--check")
     assert result.exit_code == 0, result.output
@@ -107,6 +108,7 @@ def test_explain_says_what_a_module_keeps(model: str) -> None:
     assert wrong.exit_code == 2 and "or module with one output tensor is called 'uup'; there are up" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_layouts_of_modules_are_pinned_and_asked_for(model: str) -> None:
     """A question about a module is answered by the plan that a pin of it gives."""
     options = ("--model", f"{model}:make", "--cluster", "cpu", "--axes", "a=2,b=2")
@@ -123,6 +125,7 @@ def test_layouts_of_modules_are_pinned_and_asked_for(model: str) -> None:
         assert wrong.exit_code == 2 and message in wrong.stderr
 
 
+@pytest.mark.slow
 def test_diff_exits_with_1_where_plans_differ(model: str) -> None:
     assert plan(f"{model}:make", "--save", "free.json").exit_code == 0
     assert plan(f"{model}:make", "--save", "fsdp.json", "--recipe", "fsdp").exit_code == 0
@@ -138,6 +141,7 @@ def test_diff_exits_with_1_where_plans_differ(model: str) -> None:
     assert missing.exit_code == 2 and "nowhere.json" in missing.stderr
 
 
+@pytest.mark.slow
 def test_calibrate_writes_a_cluster_that_plans_can_use(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

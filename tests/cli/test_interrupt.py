@@ -72,6 +72,7 @@ def searching(folder: Path, how: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_ctrl_c_gives_the_best_plan_so_far(tmp_path: Path) -> None:
     with searching(tmp_path, "obedient") as process:
         process.send_signal(signal.SIGINT)

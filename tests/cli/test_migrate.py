@@ -362,6 +362,7 @@ def broken(name: str, draw: random.Random) -> str:
     return json.dumps(tree) if name == "ds.json" else yaml.safe_dump(tree)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", FILES)
 def test_broken_files_are_errors_or_plans(name: str, tmp_path: Path) -> None:
     draw, read, refused = random.Random(name), 0, 0

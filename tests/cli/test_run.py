@@ -110,6 +110,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_small_gpt_trains_as_in_eager_mode(tmp_path: Path) -> None:
     _, said = finish(process := start(tmp_path, TRAIN, "two.json", options=("--nproc", "2", "--axes", "data=2")))
     assert process.returncode == 0, said
@@ -129,6 +130,7 @@ def test_a_small_gpt_trains_as_in_eager_mode(tmp_path: Path) -> None:
     assert said.count("lower bound") == 1 and "HiGHS" not in said
 
 
+@pytest.mark.slow
 def test_the_rank_that_fails_is_named_once(tmp_path: Path) -> None:
     script = """
         import os, sys, time
@@ -144,6 +146,7 @@ def test_the_rank_that_fails_is_named_once(tmp_path: Path) -> None:
     assert said.splitlines()[-1] == "error: rank 1 failed"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all(tmp_path: Path) -> None:
     script = """
         import os, time

@@ -12,6 +12,7 @@ from autopar.ir.plan import Plan
 from tests.cli.command import plan, run
 
 
+@pytest.mark.slow
 def test_pipelines_are_planned_simulated_and_verified(model: str, tmp_path: Path) -> None:
     (tmp_path / "own.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     stages = ("--stages", "2", "--stage-axis", "b", "--microbatches", "2", "--schedule", "own.csv")
@@ -119,6 +120,7 @@ def gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("gpt_model", None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpt")
 def test_plan_predicts_stages() -> None:
     from autopar.explain.hybrid.predict import predict_hybrid
@@ -137,6 +139,7 @@ def test_plan_predicts_stages() -> None:
     assert "8 microbatches of one data rank" in shown.stdout
 
 
+@pytest.mark.some(3)
 @pytest.mark.usefixtures("gpt")
 @pytest.mark.parametrize(
     ("options", "code", "message"),

@@ -80,6 +80,7 @@ def apart(rank: int) -> tuple[float, str]:
     return max(float((a - b).abs().max()) for a, b in zip(trained(Adapted()), found, strict=True)), said
 
 
+@pytest.mark.slow
 def test_adapters_that_are_added(two_ranks: Ranks) -> None:
     for difference, said in two_ranks.run(apart):
         assert difference < TOLERANCE
@@ -101,6 +102,7 @@ def generates(rank: int) -> list[float]:
     return [*found, len(session.unread.names(session.original, session.context))]
 
 
+@pytest.mark.slow
 def test_generation_leaves_layouts_as_they_are(two_ranks: Ranks) -> None:
     for first, second, free in two_ranks.run(generates):
         assert first == second

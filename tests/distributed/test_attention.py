@@ -77,6 +77,7 @@ def test_all_devices_together_draw_what_one_draws(ranks: Ranks) -> None:
     assert max(ranks.run(as_one_device)) < 1e-10
 
 
+@pytest.mark.slow
 def test_kernels_draw_blocks_of_their_own(ranks: Ranks) -> None:
     results, others = ranks.run(drawn_in_kernels, 1), ranks.run(drawn_in_kernels, 2)
     for found in results:
@@ -184,6 +185,7 @@ def beside_rows(rank: int, name: str, search: dict[str, Any], sizes: tuple[int, 
     return max(float(t.abs().max()) for t in found), sum(n.target is send_block for g in graphs for n in g.graph.nodes)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "search", "sizes", "sends"),
     [

@@ -46,6 +46,7 @@ def train(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_training_equals_one_device(ranks: Ranks) -> None:
     for found in ranks.run(train):
         assert max(found.values()) < 1e-10, found

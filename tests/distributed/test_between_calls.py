@@ -200,6 +200,7 @@ def apart(rank: int, name: str) -> float:
     return float(torch.tensor(worst).max())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_script_does_between_calls(two_ranks: Ranks, name: str) -> None:
     assert max(two_ranks.run(apart, name)) < TOLERANCE
@@ -295,6 +296,7 @@ def refused(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_gradients_that_would_be_lost(two_ranks: Ranks) -> None:
     for found in two_ranks.run(refused):
         for message, (_, act, part) in zip(found, REFUSED, strict=True):

@@ -185,6 +185,7 @@ def go_on(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_gradients_of_outputs_are_the_same_on_every_rank(ranks: Ranks) -> None:
     for scaled, whole, *alike in ranks.run(go_on):
         assert scaled.startswith("RankError: backward of call") and "output 'loss' differs: rank 1" in scaled, scaled

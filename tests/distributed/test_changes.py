@@ -25,6 +25,7 @@ def apart(rank: int, pins: dict[str, Any], cases: tuple[tuple[str, int], ...]) -
     return {f"{name} {steps}": outcome(name, mesh_of(2, 2), pins, steps) for name, steps in cases}
 
 
+@pytest.mark.slow
 def test_changes_from_outside_are_eagers(ranks: Ranks) -> None:
     few = ("loads one name of two", "assigns gradients")
     for found in ranks.run(apart, LAYOUTS, tuple((n, int(n not in EARLY)) for n in few)):
@@ -66,6 +67,7 @@ def refused(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_says_what_can(two_ranks: Ranks) -> None:
     for found in two_ranks.run(refused):
         assigns, saves, replaces, resizes = found
@@ -105,6 +107,7 @@ def optimizer_state_of_a_checkpoint(rank: int, folder: str) -> tuple[bool, bool,
     return before, after, fresh.apart()
 
 
+@pytest.mark.slow
 def test_optimizer_state_that_is_loaded_before_the_first_batch_is_split(two_ranks: Ranks) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for before, after, error in two_ranks.run(optimizer_state_of_a_checkpoint, folder):
@@ -164,6 +167,7 @@ def saves_as_pretrained(rank: int, folder: str) -> tuple[float, list[str]]:
     return max(float((v - state[n]).abs().max()) for n, v in read.items()), refusals
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_is_saved_whole(two_ranks: Ranks) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for error, (refusal,) in two_ranks.run(saves_as_pretrained, folder):

@@ -53,6 +53,7 @@ def checked(rank: int) -> tuple[list[str], float, list[str]]:
     return [text for text in said if "computes" in text], worst, [str(caught.value)]
 
 
+@pytest.mark.slow
 def test_every_rank_goes_on_or_none_does(ranks: Ranks) -> None:
     for rank, (said, worst, error) in enumerate(ranks.run(checked)):
         assert len(said) == (1 if rank == 0 else 0)

@@ -60,6 +60,7 @@ def _difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     return max(float((found[n].detach() - v.detach()).abs().max()) for n, v in expected.items())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("recipe", "kinds", "scaling"),
     [

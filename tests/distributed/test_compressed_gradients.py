@@ -442,6 +442,7 @@ def scaled(rank: int, given: dict[str, Any], synchronous: bool, fused: bool) -> 
     return largest_difference(*states)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("given", "synchronous", "fused"),
     [

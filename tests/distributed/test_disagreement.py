@@ -80,6 +80,7 @@ def left_out(rank: int, recipe: str) -> list[str]:
     return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
 def test_a_step_that_one_rank_leaves_out(two_ranks: Ranks, recipe: str) -> None:
     for found in two_ranks.run(left_out, recipe):

@@ -88,6 +88,7 @@ def test_a_checkpoint_in_another_world(two_ranks: Ranks, tmp_path: Path) -> None
 ACCUMULATING = (("ab", 1), ("ac", 2), ("a", 5), ("ad", 7))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("source", "seed"),
     [("checkpoint", 0), ("memory", SEED + 10), pytest.param("memory", 0, marks=pytest.mark.deep)],

@@ -53,5 +53,6 @@ def train(rank: int) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_one_device(two_ranks: Ranks) -> None:
     assert max(two_ranks.run(train)) < 1e-9

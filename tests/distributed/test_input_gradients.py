@@ -65,6 +65,7 @@ def own_rows(rank: int) -> tuple[float, float]:
     return error, float((spread.grad.full_tensor() - whole.grad).abs().max())
 
 
+@pytest.mark.slow
 def test_own_rows_and_tensors_on_the_mesh(ranks: Ranks) -> None:
     for found in ranks.run(own_rows):
         assert max(found) < TOLERANCE, found

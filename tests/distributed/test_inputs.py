@@ -185,6 +185,7 @@ def test_local_inputs_of_a_distributed_sampler(ranks: Ranks) -> None:
     assert max(ranks.run(local_inputs)) < 1e-12
 
 
+@pytest.mark.slow
 def test_short_batches(ranks: Ranks) -> None:
     assert max(ranks.run(short_last_batch)) < 1e-12
 

@@ -16,6 +16,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
     return train(parallelize(Looks(), mesh_of(2), cluster=slow_devices(), timeout=WAIT))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_answers_choose_the_graph(two_ranks: Ranks) -> None:
     expected = train(Looks())

@@ -407,6 +407,7 @@ def wrong(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_bad_input_and_workers_that_disagree(ranks: Ranks) -> None:
     ranks.run(wrong)
 
@@ -470,6 +471,7 @@ def failing(rank: int, compressed: bool, where: str) -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("compressed", "where"),
     [

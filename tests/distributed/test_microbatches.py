@@ -49,6 +49,7 @@ def train(rank: int, name: str, inputs: str, recipe: str, seed: int) -> float:
     return worst
 
 
+@pytest.mark.slow
 def test_each_rank_passes_its_rows_of_unequal_numbers_of_tokens(ranks: Ranks) -> None:
     # GPT-2's gradient of positions is reduced once a step, and those of its matrices in each microbatch.
     assert max(ranks.run(train, "gpt2", "local", "fsdp", 0)) < 1e-6  # the model computes its loss in float32

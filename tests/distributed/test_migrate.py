@@ -46,6 +46,7 @@ def train(rank: int, script: str) -> tuple[float, dict[str, int], list[str]]:
     return largest(worst), names["axes"], placements
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_one_device(ranks: Ranks, tmp_path: Path) -> None:
     from autopar.cli.migrate import migrate
 

@@ -118,6 +118,7 @@ def train(rank: int, sizes: tuple[int, ...], seed: int, cases: tuple[Any, ...]) 
     return worst, refused
 
 
+@pytest.mark.slow
 def test_training_on_two_ranks_equals_one_device(two_ranks: Ranks) -> None:
     for worst, refused in two_ranks.run(train, (2,), 1, CASES[:1]):
         assert worst < TOLERANCE
@@ -173,6 +174,7 @@ def change(rank: int, seed: int) -> tuple[float, list[str]]:
     return worst, said
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_changes_between_calls_on_two_ranks(two_ranks: Ranks, seed: int) -> None:
     for worst, said in two_ranks.run(change, seed):

@@ -90,6 +90,7 @@ def delayed_steps(rank: int) -> tuple[float, bool, int, int]:
     return *found, len(delayed)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_waits_for_the_gathered_head_to_be_freed(ranks: Ranks) -> None:
     for worst, overlaps, coalesced, delayed in ranks.run(delayed_steps):
         assert worst < TOLERANCE

@@ -302,6 +302,7 @@ def rename(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_parameters_that_get_another_name(two_ranks: Ranks) -> None:
     for found in two_ranks.run(rename):
         assert max(found.values()) < TOLERANCE, found

@@ -77,6 +77,7 @@ def apart(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_assigned(two_ranks: Ranks) -> None:
     for found in two_ranks.run(apart):
         assert max(found.values()) < 1e-10, found

@@ -240,6 +240,7 @@ def sends_parts(rank: int) -> tuple[float, Any]:
     return worst, parallel.plan.scatter
 
 
+@pytest.mark.slow
 def test_parts_are_sent(ranks: Ranks) -> None:
     for worst, scatter in ranks.run(sends_parts):
         assert scatter.behind == (0, 2)
@@ -293,6 +294,7 @@ def apart(rank: int) -> float:
     return worst
 
 
+@pytest.mark.slow
 def test_layouts_differ_between_stages(ranks: Ranks) -> None:
     assert max(ranks.run(apart)) < 1e-10
 
@@ -369,6 +371,7 @@ def reload(rank: int) -> float:
     return abs(losses[0] - losses[1])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_into_another_pipeline(ranks: Ranks) -> None:
     assert max(ranks.run(reload)) < 1e-6
 

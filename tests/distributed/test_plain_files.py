@@ -68,6 +68,7 @@ def saved(rank: int, file: str, search: autopar.Search, sizes: tuple[int, ...]) 
     return max(worst, *(float((after[n] - v).abs().max()) for n, v in plain.state_dict().items()))
 
 
+@pytest.mark.slow
 def test_the_file_of_one_device(two_ranks: Ranks, tmp_path: Path) -> None:
     assert max(two_ranks.run(saved, str(tmp_path / "x.pt"), autopar.Search(recipe="ddp", pins=STRIDED), (2,))) < 1e-9
     assert [p.name for p in tmp_path.iterdir()] == ["x.pt"]

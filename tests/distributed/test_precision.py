@@ -49,6 +49,7 @@ def with_master_weights(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_master_weights(ranks: Ranks) -> None:
     for found in ranks.run(with_master_weights):
         assert max(found.values()) < 1e-5, found
@@ -148,6 +149,7 @@ def with_gradient_scaling(rank: int) -> tuple[list[float], list[float], float]:
     return expected, found, error / moved
 
 
+@pytest.mark.slow
 def test_gradient_scaling(ranks: Ranks) -> None:
     for expected, found, error in ranks.run(with_gradient_scaling):
         assert found == expected

@@ -101,6 +101,7 @@ def difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     return max(float((x.double() - y.double()).abs().max()) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", CASES)
 def test_one_that_is_put_on_one_device(name: str) -> None:
     model = parallelize(Model(), None, loss="outside")
@@ -116,6 +117,7 @@ def apart(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_one_that_is_put_on_two_ranks(two_ranks: Ranks) -> None:
     for found in two_ranks.run(apart):

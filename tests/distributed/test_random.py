@@ -103,6 +103,7 @@ def apart(rank: int, seed: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_blocks_are_independent_and_replicas_equal(ranks: Ranks) -> None:
     results = ranks.run(apart, 1)
     again, other = ranks.run(apart, 1), ranks.run(apart, 2)

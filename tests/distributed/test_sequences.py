@@ -40,6 +40,7 @@ def steps(
     return worst, sum(n.target is send_block for graph in graphs for n in graph.graph.nodes)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "sizes", "roles", "pins"),
     [

@@ -88,6 +88,7 @@ def train(rank: int) -> tuple[dict[str, float], dict[str, str]]:
     return differences, errors
 
 
+@pytest.mark.slow
 def test_steps_show_everywhere_or_are_refused(two_ranks: Ranks) -> None:
     for differences, errors in two_ranks.run(train):
         assert max(differences.values()) < 1e-12, differences

@@ -298,6 +298,7 @@ def written(rank: int) -> dict[str, float]:
     return apart
 
 
+@pytest.mark.slow
 def test_what_is_written_goes_to_the_owner(ranks: Ranks) -> None:
     for apart in ranks.run(written):
         assert max(apart.values()) < 1e-9, apart

@@ -193,6 +193,7 @@ def wrong(rank: int) -> str:
     return "did not wait"
 
 
+@pytest.mark.slow
 def test_bad_input_and_a_worker_that_others_wait_for() -> None:
     ranks = Ranks()
     try:
@@ -228,6 +229,7 @@ def failing(rank: int, infinite: bool) -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("infinite", [False, True])
 def test_a_worker_that_fails_is_heard_of(infinite: bool) -> None:
     ranks = Ranks()

@@ -68,11 +68,13 @@ def copies(rank: int, seed: int) -> float:
     return largest([float((a - b).detach().abs().max()) for a, b in pairs])
 
 
+@pytest.mark.slow
 def test_copies_of_buffers_that_are_written_later(two_ranks: Ranks) -> None:
     for seed in (1, 2):
         assert max(two_ranks.run(copies, seed)) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_on_two_ranks(two_ranks: Ranks) -> None:
     for error, rest in two_ranks.run(train, (2,), 1):
         assert error < TOLERANCE

@@ -115,6 +115,7 @@ def strides_on_ranks(rank: int, recipe: str, seed: int) -> list[str]:
 DEEP = [pytest.param("ddp", 0, marks=pytest.mark.deep), pytest.param("random", 2, marks=pytest.mark.deep)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "seed"), [("random", 1), *DEEP])
 def test_strides_of_results(ranks: Ranks, recipe: str, seed: int) -> None:
     for wrong in ranks.run(strides_on_ranks, recipe, seed):

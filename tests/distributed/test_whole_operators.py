@@ -190,6 +190,7 @@ def differences(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_operators_without_a_rule_are_eagers(two_ranks: Ranks) -> None:
     for found in two_ranks.run(differences):
         assert max(found.values()) < 1e-9, found

@@ -107,6 +107,7 @@ def test_parameters_that_cannot_be_made_whole_are_an_error(two_ranks: Ranks) -> 
         assert "is a DTensor of other code than autopar's. Keep parameters whole by Search(recipe='ddp')" in message
 
 
+@pytest.mark.slow
 def test_optimizers_of_whole_parameters_take_the_steps_of_one_device(two_ranks: Ranks) -> None:
     for found in two_ranks.run(steps):
         assert all(apart < 1e-9 for apart in found.values()), found
@@ -160,6 +161,7 @@ def compiled(rank: int) -> float:
     return max(float((whole(a.grad) - b.grad).abs().max()) for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_a_loss_compiled_with_the_call_of_the_model_is_eagers(two_ranks: Ranks) -> None:
     assert max(two_ranks.run(compiled)) < 1e-9
 

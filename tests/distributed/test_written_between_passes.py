@@ -99,6 +99,7 @@ def said_of_writes(rank: int) -> dict[tuple[str, bool], str]:
     return said
 
 
+@pytest.mark.slow
 def test_what_graphs_read_again(ranks: Ranks) -> None:
     """Through views, of the batch, in results, and where compiled graphs recompute what eager mode saves."""
     error = "one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -150,6 +151,7 @@ def said_of_results(rank: int, recipe: str) -> list[str]:
     return said
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("recipe", ["ddp", "random"])
 def test_results_that_are_memory_of_others(ranks: Ranks, recipe: str) -> None:
     """A write to one of them, which eager mode shows in the other, is an error that names both."""
@@ -161,6 +163,7 @@ def test_results_that_are_memory_of_others(ranks: Ranks, recipe: str) -> None:
         assert not any(said[6:])
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_written_between_the_passes(ranks: Ranks) -> None:
     """What is saved is what the forward pass had, or there is an error; weights that stay split are read again."""
     for wrong, refused in ranks.run(outcomes):

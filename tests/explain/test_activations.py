@@ -59,6 +59,7 @@ def solved(memory: int, whole: bool = False) -> Plan:
     return solve(captured(whole), {"gpu": 1}, "h100", memory=memory * MIB, search=search)
 
 
+@pytest.mark.slow
 def test_the_price_is_what_more_memory_saves() -> None:
     less, more = solved(420), solved(480)
     saved = less.certificate.objective - more.certificate.objective
@@ -69,6 +70,7 @@ def test_the_price_is_what_more_memory_saves() -> None:
     assert solved(5000).certificate.memory_price == 0.0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_recomputed_is_worth_it(whole: bool) -> None:
     plan, program = solved(420, whole), captured(whole)
@@ -102,6 +104,7 @@ def test_what_is_saved_adds_up_to_what_the_graph_saves() -> None:
     assert held == pytest.approx(made, rel=0.02)
 
 
+@pytest.mark.slow
 def test_parameters_are_re_gathered() -> None:
     program = captured(True)
     plan = solve(program, {"gpu": 8}, "h100", memory=70 * MIB, search=Search(recipe="fsdp", pins={"microbatches": 1}))

@@ -35,6 +35,7 @@ def planned(model: str = "mlp", **options: Any) -> Plan:
     return handed_over(autopar.plan(*zoo.MODELS[model](), cluster="h100", axes=AXES, **options))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("model", "search", "memory"),
     [
@@ -86,6 +87,7 @@ def predicted(**changes: Any) -> Change:
     return lambda p: replace(p, predicted=replace(p.predicted, **changes))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -61,6 +61,7 @@ def data_of(page: str) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.slow
 def test_the_data_are_those_of_the_plan(made: tuple[nn.Module, dict[str, torch.Tensor], Plan, str]) -> None:
     _, _, found, page = made
     data = data_of(page)
@@ -82,6 +83,7 @@ def test_the_data_are_those_of_the_plan(made: tuple[nn.Module, dict[str, torch.T
     assert "http" not in page.replace("http-equiv", "")  # nothing is loaded
 
 
+@pytest.mark.slow
 def test_what_if(made: tuple[nn.Module, dict[str, torch.Tensor], Plan, str], monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, found, page = made
     cases = data_of(page)["whatif"]
@@ -117,6 +119,7 @@ def test_batches_of_other_sizes_have_the_names_of_the_first() -> None:
     }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("others", "samples"),
     [
@@ -206,6 +209,7 @@ class Evil(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_names_are_neither_code_nor_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whatif, "FACTORS", (1.0,))
     torch.manual_seed(0)
@@ -318,6 +322,7 @@ def staged() -> tuple[Plan, str]:
     return found.plan, page
 
 
+@pytest.mark.slow
 def test_the_data_of_stages_are_those_of_the_plan(staged: tuple[Plan, str]) -> None:
     found, page = staged
     data = data_of(page)
@@ -373,6 +378,7 @@ def model_file(tmp_path: Path) -> Iterator[str]:
     yield f"{file}:make"
 
 
+@pytest.mark.slow
 def test_the_command(model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, page = tmp_path / "tiny.toml", tmp_path / "plan.html"
     replace(Cluster.preset("cpu"), name="tiny").save(cluster)

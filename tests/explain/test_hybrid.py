@@ -25,6 +25,7 @@ def predicted(
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_step_is_its_parts() -> None:
     found = predicted(pp=2, dp=2, tp=2)
     assert found.microbatches == SAMPLES // 2 // 2
@@ -45,6 +46,7 @@ def test_parameters_and_state_are_the_models() -> None:
     assert predicted(tp=2).memory_bytes["parameters"] < 2 * count
 
 
+@pytest.mark.slow
 def test_depth_is_counted_not_captured() -> None:
     """Four layers are captured as two; two stages of them are one stage of a model half as deep, and its ends."""
     shallow, deep = predicted(4), predicted(12)
@@ -117,6 +119,7 @@ def test_wrong_sizes_are_named(axes: dict[str, int], microbatch: int, message: s
         predict_hybrid(model, batch_of(SAMPLES, SEQUENCE), cluster="a100-80gb", axes=axes, microbatch=microbatch)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_with_a_remedy() -> None:
     model = GPT(HIDDEN, HEADS, 4, SEQUENCE, VOCABULARY)
     with pytest.raises(InfeasibleError, match=r"more than the budget of .*; most of it is"):
@@ -130,6 +133,7 @@ def test_a_batch_without_samples_is_named(batch: tuple[torch.Tensor, ...]) -> No
         predict_hybrid(model, batch, cluster="a100-80gb", axes={"dp": 2})
 
 
+@pytest.mark.slow
 def test_a_model_that_reads_the_number_of_its_blocks_is_captured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     def model() -> GPT:
         made = GPT(HIDDEN, HEADS, 4, SEQUENCE, VOCABULARY)

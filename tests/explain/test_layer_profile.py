@@ -48,6 +48,7 @@ def published(which: str, tensor: int) -> float:
     return sbh * table[which]
 
 
+@pytest.mark.slow
 def test_the_parts_are_the_blocks_and_what_is_around_them() -> None:
     assert list(parts()) == [BEFORE, "layers.0", "layers.1", AFTER]
 
@@ -64,6 +65,7 @@ def test_tensor_parallelism_keeps_what_the_paper_says(tensor: int) -> None:
     assert found["layers.1"].saved == published("tensor", tensor) + STATISTICS
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_keeps_what_the_paper_says() -> None:
     """Statistics are split with the sequence."""
     found = parts(tensor=2, recipe="megatron-sequence")
@@ -121,6 +123,7 @@ def test_parameters_are_counted_once() -> None:
     assert counted == sum(v.numel() for v in values)
 
 
+@pytest.mark.slow
 def test_a_step_costs_its_kernels_and_collectives() -> None:
     _, plan = planned(2, 2, "megatron")
     machine = machine_of(plan)

@@ -36,6 +36,7 @@ def survives(layouts: Sequence[Layout], sizes: Sequence[int], devices: int, lost
     return True
 
 
+@pytest.mark.slow
 def test_copies_are_enough_and_no_fewer_are() -> None:
     draw = random.Random(49000000)
     seen = set()

@@ -61,6 +61,7 @@ def test_alternatives_are_all_others_on_one_axis() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_what_blocks_a_placement_is_said() -> None:
     program, _, _ = models.captured("mlp", hidden=12)
     found = solve(program, {"a": 8}, "h100")
@@ -94,6 +95,7 @@ def test_wrong_questions(name: str, wanted: dict[str, str], message: str) -> Non
         ask(program, found, name, wanted)
 
 
+@pytest.mark.slow
 def test_names_of_tied_parameters() -> None:
     program, _, _ = models.captured("gpt2", layers=2, seq=4)
     alias, own = next(iter(program.aliases.items()))
@@ -183,6 +185,7 @@ class Attending(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("keys", [8, 4])
 def test_attention_that_cannot_go_round_in_a_ring(keys: int) -> None:
     program = program_of(Attending(keys), (torch.randn(1, 8, 8),))

@@ -55,6 +55,7 @@ def told(case: Case, mode: str, outcome: Outcome) -> str:
     return f"{outcome.kind}: {outcome.text}\n{case.as_json()} in mode {mode}:\n{source(case)}"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mode", BRIEF)
 def test_modules_of_many_features(mode: str) -> None:
     check(mode, brief(mode))

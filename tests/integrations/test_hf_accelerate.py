@@ -131,6 +131,7 @@ def of_processes(rank: int, count: int) -> list[Any]:
         return found
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_processes(two: Ranks) -> None:
     for *found, apart in two.run(of_processes, 2):
         assert found == [False, True, False, ["a", "b", "c"]]

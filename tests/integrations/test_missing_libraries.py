@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import importlib
 import re
@@ -27,6 +29,7 @@ for library, module in (
 """
 
 
+@pytest.mark.slow
 def test_missing_libraries() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr

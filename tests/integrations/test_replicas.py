@@ -203,6 +203,7 @@ def test_a_state_that_one_rank_alone_has_is_taken_by_none(monkeypatch: pytest.Mo
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("has_steps", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_state_is_taken_to_the_last_bit(has_steps: bool, kind: Any) -> None:

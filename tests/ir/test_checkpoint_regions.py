@@ -149,6 +149,7 @@ def planned(model: nn.Module, batch: Any, **options: Any) -> tuple[Program, Plan
     return program, solve(program, {"a": 1}, "cpu", **options)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_it_keeps_what_torch_keeps(way: str) -> None:
     model = Stack(WAYS[way])
@@ -160,6 +161,7 @@ def plain() -> autopar.EquivalenceReport:
     return autopar.verify(Stack(plainly), batch(), {"a": 1})
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_it_computes_what_the_plain_model_does(way: str, plain: autopar.EquivalenceReport) -> None:
     for axes, plan in (({"a": 2}, None), (AXES, "random")):
@@ -257,6 +259,7 @@ POLICIES: dict[str, tuple[Any, int, int]] = {
 """A policy, and how many small and large tensors more than without one are kept."""
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies(name: str) -> None:
     context_fn, small, large = POLICIES[name]
@@ -276,6 +279,7 @@ def lean(run: Blocks) -> Stack:
     return model
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("policy", "free", "share", "held"),
     [(CheckpointPolicy.MUST_SAVE, 1, 0.7, {1}), (CheckpointPolicy.PREFER_SAVE, 0, 0.85, {0, 1})],
@@ -324,6 +328,7 @@ def by_partial_but_one(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     return by_partial(blocks[1:], blocks[0](x))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_programs_of_other_regions_are_other_programs() -> None:
     runs = (plainly, WAYS["non-reentrant"], by_partial_but_one, with_policy(LINEAR).run, with_policy(every_second).run)
     found = [program_of(Stack(run), batch()).fingerprint for run in runs]
@@ -348,6 +353,7 @@ def test_a_few_blocks_stand_for_all(way: str) -> None:
     assert "recomputed" in plans[0].summary()
 
 
+@pytest.mark.slow
 def test_blocks_that_are_checkpointed_by_number_are_all_captured() -> None:
     def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
         for i, block in enumerate(blocks):

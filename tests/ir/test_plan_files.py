@@ -41,6 +41,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [p for key, v in inner for p in ((*path, key), *places(v, (*path, key)))]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_changed_files_are_plans_or_errors(data: dict[str, Any], seed: int) -> None:
     draw, every = random.Random(seed), places(data)

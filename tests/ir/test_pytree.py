@@ -62,6 +62,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@pytest.mark.slow
 @given(values)
 def test_round_trip(value: Any) -> None:
     tensors, skeleton = pytree.flatten(value)

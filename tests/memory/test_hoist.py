@@ -67,6 +67,7 @@ def test_a_kept_gather_is_made_once() -> None:
     assert report.max_error < BOUND, report.worst
 
 
+@pytest.mark.slow
 def test_short_memory_takes_gathers_for_a_step_a_microbatch_and_a_use() -> None:
     """Less memory, more gathers: each plan is what it is counted as, fits, and computes the same."""
     program, _, values = zoo.captured("mlp")

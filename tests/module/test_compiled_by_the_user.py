@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from autopar.parallelize import parallelize
 
 
+@pytest.mark.slow
 def test_torch_compile_around_a_parallel_model() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()

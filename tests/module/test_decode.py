@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from autopar.module.generation.decode import Decoding, rounded
@@ -9,6 +10,7 @@ from autopar.parallelize import parallelize
 from tests.distributed.models import gpt2, token_batch
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_whole_sequence() -> None:
     """Of two prompts, one of them padded on the left, and of the tokens after them."""
     eager = gpt2().eval()

@@ -70,6 +70,7 @@ def test_an_error_says_at_which_length() -> None:
     assert "at length 6 of lengths=; dims of that length: 1 of 'batch.0'" in " ".join(error.value.__notes__)
 
 
+@pytest.mark.slow
 def test_graphs_that_are_gone_leave_nothing_in_torchs_caches() -> None:
     module: Any = autopar.parallelize(nn.Linear(4, 4), None, cluster="cpu", loss_fn=lambda output, _: output.sum())
     module._autopar.cache.limit = 2

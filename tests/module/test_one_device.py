@@ -161,6 +161,7 @@ def test_a_plan_for_other_axes_or_another_graph_is_refused(tmp_path: Path) -> No
         parallelize(nn.Linear(4, 4), None, plan=replace(model.plan, axes=(("gpu", 1),)))
 
 
+@pytest.mark.slow
 def test_meta_models(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -271,6 +271,7 @@ class Sloped(OwnWeights):
         return self.out(out.transpose(1, 2).flatten(2)).square().mean()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("model", "shapes"),
     [

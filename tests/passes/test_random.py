@@ -60,6 +60,7 @@ def test_a_transformer_with_dropout(build) -> None:
     assert len(drawn) == 4  # attention and three more; nothing merged, nothing lost
 
 
+@pytest.mark.slow
 def test_another_mask_is_noticed() -> None:
     model, batch = encoder()
     program = program_of(model, batch)
@@ -71,6 +72,7 @@ def test_another_mask_is_noticed() -> None:
     assert report.max_error > 1e-3
 
 
+@pytest.mark.slow
 def test_one_device_draws_as_the_plain_model() -> None:
     model, batch = encoder()
     plain, _ = encoder()

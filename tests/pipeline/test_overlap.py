@@ -110,6 +110,7 @@ def test_stages_gather_what_they_use_themselves(schedule: str) -> None:
     assert saved[0] == saved[1]
 
 
+@pytest.mark.slow
 def test_buckets_of_two_stages_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     program, plan = planned("1f1b")
     monkeypatch.setattr(bucketing, "LARGEST", 2**25)
@@ -150,6 +151,7 @@ def test_gradients_are_reduced_beside_the_last_microbatch(schedule: str, kind: s
         assert sum(place[n] < products[-1] for n in scatters) >= LAYERS / STAGES - 1
 
 
+@pytest.mark.slow
 def test_sums_are_complete_when_they_are_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     """One microbatch too early, the last gradients are missing."""
     program, plan = planned("1f1b")
@@ -168,6 +170,7 @@ def test_the_simulated_step_is_shorter(schedule: str, per_use: bool) -> None:
     assert steps[0] < steps[1]
 
 
+@pytest.mark.slow
 def test_what_is_in_flight_must_fit() -> None:
     program, plan = planned("1f1b")
     local = {on: graphs(replace(plan, overlap=on), program) for on in (False, True)}
@@ -239,6 +242,7 @@ def random_table(draw: Random, stages: int, microbatches: int, devices: int) -> 
     return text_of(rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=2 if settings().max_examples < 1000 else 200)  # a plan takes a second
 @given(st.integers(0, 2**32 - 1))
 def test_random_plans_and_schedules(seed: int) -> None:

@@ -63,6 +63,7 @@ EVERY = [(name, schedule) for schedule in SCHEDULES for name in ("cnn", "gpt2", 
 FAST = [("cnn", schedule) for schedule in SCHEDULES]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "schedule"), [case if case in FAST else pytest.param(*case, marks=pytest.mark.deep) for case in EVERY]
 )
@@ -141,6 +142,7 @@ def forget_a_share(program: Program) -> Program:
     return program
 
 
+@pytest.mark.slow
 def test_a_forgotten_share_of_a_tied_weight_is_noticed() -> None:
     report = staged("gpt2", {"stage": 2}, {"stages": 2, "microbatches": 4}, forget_a_share)
     assert report.max_error > 1e-3
@@ -160,6 +162,7 @@ def test_mixed_up_microbatches_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert staged("mlp", {"stage": 2}, pins).max_error > 1e-3
 
 
+@pytest.mark.slow
 def test_every_operator_of_the_backward_runs_once() -> None:
     model, batch = example("gpt2")
     program = program_of(model, batch)
@@ -195,6 +198,7 @@ def test_a_stage_makes_again_what_it_takes() -> None:
     assert report.max_error < BOUND, report.worst
 
 
+@pytest.mark.slow
 def test_what_passes_make_keeps_its_place() -> None:
     """Operators of the backward pass are matched with the forward pass by number."""
     program = program_of(*example("llama"))
@@ -205,6 +209,7 @@ def test_what_passes_make_keeps_its_place() -> None:
     assert all("seq_nr" in n.meta for n in made if n.meta.get("fwd_nn_module_stack") or n.meta.get("nn_module_stack"))
 
 
+@pytest.mark.slow
 def test_by_hand() -> None:
     model, batch = example("llama")
     program = program_of(model, batch)

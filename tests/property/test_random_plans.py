@@ -61,6 +61,7 @@ PLANS = 4
 """Of each random model: capturing it takes longer than a plan."""
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples if DEEP else 3)
 @given(drawn=models(), plans=st.lists(st.tuples(meshes, seeds), min_size=PLANS, max_size=PLANS))
 def test_random_plans_of_random_model(

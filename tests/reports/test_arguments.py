@@ -217,6 +217,7 @@ class Marked(nn.Module):
         return self.linear(x).square().mean() * getattr(x, "gain", 1.0) * (2 if hasattr(x, "twice") else 1)
 
 
+@pytest.mark.slow
 def test_attributes_of_tensors() -> None:
     plain, parallel = Marked(), parallelize(Marked(), None)
     x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)

@@ -25,6 +25,7 @@ SEARCHES = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
 def test_on_one_device(search: Search) -> None:
     plain, model = mlp(), parallelize(mlp(), None, mlp_batch(0), search=search)
@@ -40,6 +41,7 @@ def test_on_one_device(search: Search) -> None:
         torch.testing.assert_close(model.full_state_dict()[name], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.some(1)
 @pytest.mark.thorough  # what is predicted of random plans, too
 @pytest.mark.parametrize(
     ("axes", "options"),

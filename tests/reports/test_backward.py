@@ -94,6 +94,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters())]  # type: ignore[misc]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", BETWEEN)
 def test_backward_passes_of_ones_own(name: str) -> None:
     plain = Network(BETWEEN[name])
@@ -119,6 +120,7 @@ def in_place(module: nn.Module, args: Any, output: torch.Tensor) -> None:
     output.mul_(3)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("name", "late"), crossed(HOOKS, [False, True]))
 def test_hooks_of_modules(name: str, late: bool) -> None:
     """Registered before or after the first call, on the model or on the returned module."""

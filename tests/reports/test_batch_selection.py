@@ -74,6 +74,7 @@ def with_pins(name: str) -> Any:
 IN_STAGES = pytest.param("roll", {"microbatches": 2, "stages": 2})
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "pins"), [*(with_pins(n) for n in SELECTIONS), IN_STAGES])
 def test_what_takes_other_samples_is_named(name: str, pins: dict[str, Any]) -> None:
     with pytest.raises(InfeasibleError, match=rf"microbatches: aten\.\S+ \(\w+, {__file__}:\d+\) takes something"):
@@ -85,6 +86,7 @@ def test_the_operator_that_is_named_is_the_one() -> None:
         verify(OfActivations("topk").double(), (rows(),), {"a": 2}, microbatches=2)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_of_the_batch_alone_is_computed_of_the_whole(name: str) -> None:
     plain = OfBatch(name).double()

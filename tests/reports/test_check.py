@@ -99,6 +99,7 @@ def test_an_example_with_values_is_checked_at_once_and_one_without_by_the_first_
         model(X)
 
 
+@pytest.mark.slow
 def test_where_memory_is_short_rows_are_cut_or_nothing_is_checked(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from autopar.errors import AutoparError
 from tests.reports.changes import CHANGES, PLAIN, Pair, batch, noise, outcome
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.deep) for n in PLAIN), *sorted({*CHANGES} - {*PLAIN})]
 )
@@ -62,6 +63,7 @@ def test_modules_and_parameters_may_be_replaced_and_resized_on_one_device() -> N
     assert pair.apart() < 1e-12
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_another_dtype(dtype: torch.dtype, error: float) -> None:
     pair = Pair(None, {}, 1)

@@ -148,6 +148,7 @@ def test_what_the_canonical_form_changes_is_named(monkeypatch: pytest.MonkeyPatc
     assert first.module in ("", "b")  # the first operator behind it that both graphs have
 
 
+@pytest.mark.slow
 def test_right_plans_have_none_and_it_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[object] = []
     original = comparison._locate

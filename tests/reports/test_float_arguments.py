@@ -110,6 +110,7 @@ def check(plain: nn.Module, model: Any, *args: Any, **tolerance: float) -> None:
         torch.testing.assert_close(value, expected, equal_nan=True, **tolerance)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", ONE_GRAPH)
 def test_one_graph_serves_every_value(name: str) -> None:
     plain, model = made(ONE_GRAPH[name])
@@ -118,6 +119,7 @@ def test_one_graph_serves_every_value(name: str) -> None:
     assert len(model._autopar.cache) == 1
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", GUARDED)
 def test_what_asks_for_the_value_gets_it(name: str) -> None:
     use, graphs = GUARDED[name]

@@ -164,6 +164,7 @@ class WritesSlots(WithSlots):
         return h * self.config.scale
 
 
+@pytest.mark.slow
 def test_state_in_slots() -> None:
     """A graph went on with the first value."""
     check_same(WithSlots, lambda m: setattr(m.config, "scale", m.config.scale / 2))
@@ -394,6 +395,7 @@ def fresh() -> Iterator[Callable[[], None]]:
     reset()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", [ReadsGlobals, WritesGlobals, KeepsTables])
 def test_globals(kind: type[Chain], fresh: Callable[[], None]) -> None:
     """A graph went on with the first values, a trace counted twice, and caches held what a trace had made."""

@@ -176,10 +176,12 @@ def on_one_device(model: nn.Module) -> Any:
     return autopar.parallelize(model, None)
 
 
+@pytest.mark.slow
 def test_adversarial_training_on_one_device() -> None:
     assert adversarial(on_one_device) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_ways_to_ask_on_one_device() -> None:
     found = ways(on_one_device)
     assert max(found.values()) < TOLERANCE, found

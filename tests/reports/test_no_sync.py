@@ -125,6 +125,7 @@ CASES: dict[str, Callable[[Any, nn.Module], float]] = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("case", CASES)
 def test_on_one_device(case: str) -> None:
     assert CASES[case](parallelize(mlp(), None), mlp()) < 1e-12

@@ -186,6 +186,7 @@ CHECKPOINTED: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]]
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", CHECKPOINTED)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_state_that_a_checkpoint_writes(name: str, reentrant: bool) -> None:
@@ -231,6 +232,7 @@ HOOKED: dict[str, Callable[[Any, Steering], Any]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", HOOKED)
 def test_state_of_a_hooks_own(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """What a hook only counts and keeps needs no new graph; what it computes with does."""
@@ -280,6 +282,7 @@ LOOKING: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", LOOKING)
 def test_a_hook_that_looks_at_values_and_returns_them(name: str) -> None:
     models = [Model(lambda m, x: m.g(m.f(x))) for _ in range(2)]

@@ -27,6 +27,7 @@ class Recurrent(nn.Module):
         return output.square().mean() + last.sum()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kind", "bidirectional", "batch_first"), [("LSTM", False, True), ("GRU", False, False), ("RNN", True, False)]
 )
@@ -44,6 +45,7 @@ def test_dropout_between_recurrent_layers(kind: str, bidirectional: bool, batch_
         torch.testing.assert_close(p.grad, q[1].grad, rtol=1e-12, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 def test_dropout_between_recurrent_layers_on_two_devices() -> None:
     x = torch.randn(2, 2, 4, dtype=D, generator=torch.Generator().manual_seed(1))
     assert verify(Recurrent("GRU", True, True), (x,), {"a": 2}, plan="random", seed=1).max_error < 1e-12
@@ -69,6 +71,7 @@ MASKS = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_of_transformers(name: str) -> None:
     """Torch looks at their values, for which kernel to take."""

@@ -156,6 +156,7 @@ SAME: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", SAME)
 def test_equal_to_eager(name: str) -> None:
     plain = Model(SAME[name])

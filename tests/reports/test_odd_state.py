@@ -71,6 +71,7 @@ MOVED: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", MOVED)
 def test_a_number_moves(name: str) -> None:
     """It is not counted on at the place where it comes to be."""
@@ -147,6 +148,7 @@ def forgotten() -> None:
     takes.__kwdefaults__["seen"].clear()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("function", [takes, counted, counting, Kind().count], ids=lambda f: f.__name__)
 def test_state_that_is_not_there_before_the_first_call(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     found = []
@@ -170,6 +172,7 @@ ORDERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_order_of_a_dict(name: str) -> None:
     state = {"a": OrderedDict(a=1.0, b=2.0, c=3.0), "b": dict(a=1.0, b=2.0, c=3.0), "c": {"y": [2.0]}}
@@ -235,6 +238,7 @@ CODE: dict[str, Callable[[], Model]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", CODE)
 def test_a_global_that_code_in_attributes_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = parallelize(CODE[name](), None), CODE[name]()

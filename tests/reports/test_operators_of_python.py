@@ -96,6 +96,7 @@ class Model(nn.Module):
         return self.function(self, x)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_equal_to_eager(name: str) -> None:
     plain = Model(name)

@@ -121,6 +121,7 @@ def test_gradients_of_all_outputs() -> None:
     compare(plain, model, lambda out: out["losses"]["fit"] * out["h"].square().sum() + out["logit_scale"], x)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "loss", ["losses.fit", lambda out: out["losses"]["fit"], lambda out: dict(out)["losses"].get("fit")]
 )
@@ -470,6 +471,7 @@ def same(a: Any, b: Any) -> None:
         assert a == b
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structures_go_in_and_come_out(name: str) -> None:
     plain, model = pair(Structured())

@@ -164,6 +164,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, int], Any]]] = {
 PART = Part()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_behind_other_code_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])

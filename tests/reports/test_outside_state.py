@@ -221,6 +221,7 @@ def assert_equal(kind: Any, change: Callable[[Any, int], Any]) -> None:
         assert torch.allclose(g, h, rtol=1e-12, atol=0)
 
 
+@pytest.mark.some(4)
 @pytest.mark.usefixtures("settings")
 @pytest.mark.parametrize(("kind", "change"), CASES.values(), ids=CASES.keys())
 def test_a_change_is_seen(kind: Any, change: Callable[[Any, int], Any]) -> None:
@@ -289,6 +290,7 @@ REPLACED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", REPLACED)
 def test_functions_of_libraries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script puts another in the place of one between calls."""
@@ -341,6 +343,7 @@ def test_a_context_variable_that_a_call_sets() -> None:
     assert_equal(Sets, fresh)
 
 
+@pytest.mark.slow
 def test_batch_norm_that_averages_over_all_batches() -> None:
     """Its statistics are those of eager after three calls, and after one in evaluation; until they are left alone."""
     plain, given = (nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.Linear(3, 2)).double() for _ in range(2))

@@ -67,6 +67,7 @@ class Drawing(nn.Module):
         return tuple(draw(h) + 0 * h.mean() for draw in self.draws.values())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("view", "draws"), crossed(VIEWS, [IN_PLACE, FUNCTIONS]))
 def test_draws_of_views_are_those_of_eager(draws: dict[str, Draw], view: str) -> None:
     torch.manual_seed(0)

@@ -77,6 +77,7 @@ def assert_same(model: nn.Module, plain: nn.Module) -> None:
                 torch.testing.assert_close(a.grad, b.grad, rtol=BOUND, atol=BOUND, msg=name)
 
 
+@pytest.mark.slow
 def test_state_over_several_calls() -> None:
     """Settings change between calls, on the model and on the returned module; the loop adds the auxiliary loss."""
     plain = Stateful()
@@ -169,6 +170,7 @@ CHANGES: dict[str, tuple[nn.Module, Callable[[Any], object]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen(name: str) -> None:
     original, change = CHANGES[name]
@@ -258,6 +260,7 @@ def test_gradients_of_attributes_that_are_no_parameters() -> None:
         parallelize(Reading(lambda m, x: m.f(x) * m.w, w=weight), None)(inputs(0))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("registered", [True, False])
 def test_a_zero_that_forward_makes_differentiable(registered: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A loss to begin with, as vector quantizers have it: it needs no gradient of its own."""

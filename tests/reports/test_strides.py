@@ -188,6 +188,7 @@ def one_device(model: nn.Module, *batch: Tensor) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **found, **{n: b for n, b in model.named_buffers() if b.is_floating_point()}}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", CASES)
 def test_one_device(name: str) -> None:
     model, x = make(name)
@@ -222,6 +223,7 @@ OFTEN = ("group norm of a permutation", "block of a unet", "rotation", "batch no
 RARELY = [n for n in CASES if n not in OFTEN]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "strided", "seed"),
     [

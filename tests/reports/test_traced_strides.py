@@ -68,6 +68,7 @@ class Drawn(nn.Module):
         return h.square().mean()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("function", "plan"),
     crossed(["batch norm of sequences", "batch norm of images", "roll", "unfold", "normal"], ["random", None]),

@@ -44,6 +44,7 @@ def test_random_recipe_draws_by_seed_and_keeps_pins() -> None:
     assert autopar.verify(model, batch, {"a": 4}, plan=plans[0]).max_error <= 1e-10
 
 
+@pytest.mark.slow
 def test_more_axes_do_not_beat_the_exact_optimum_of_two() -> None:
     """An axis of size one changes nothing: three axes are one problem too, four are searched axis by axis."""
     model, batch = zoo.mlp(hidden=64, ffn=256)
@@ -63,6 +64,7 @@ def in_float64(case: tuple[nn.Module, zoo.Tensors]) -> tuple[nn.Module, zoo.Tens
     return case[0].double(), {name: value.double() for name, value in case[1].items()}
 
 
+@pytest.mark.slow
 def test_a_fourth_axis_makes_a_plan_no_slower() -> None:
     """The largest three are one problem, whose plan is the first; the simulator chooses among plans within 5%."""
     (model, batch), axes, search = in_float64(zoo.mlp()), dict.fromkeys("abc", 2), Search(cache=False, padding=False)
@@ -71,12 +73,14 @@ def test_a_fourth_axis_makes_a_plan_no_slower() -> None:
     assert autopar.verify(model, batch, dict(four.axes), plan=four).max_error < 1e-10
 
 
+@pytest.mark.slow
 def test_first_plans_that_are_far_off_do_not_end_the_search_for_a_bound() -> None:
     """Chunks could hide a little of the first plan's step, which takes several times as long as the best."""
     certificate = solve(zoo.captured("encoder")[0], {"a": 4}, "cpu", search=Search(cache=False)).certificate
     assert certificate.gap < 0.03  # 0.07 where they did
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_plans_of_four_axes_are_equal_to_one_device(seed: int) -> None:
     model, batch = in_float64(zoo.mlp())
@@ -127,6 +131,7 @@ def test_within_a_budget_three_axes_have_the_bound_of_all_plans() -> None:
     assert free.certificate.lower_bound * (1 - 1e-9) <= found.certificate.lower_bound <= found.certificate.objective
 
 
+@pytest.mark.slow
 def test_weights_and_the_price_of_memory_raise_the_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The raised bound is verified apart from the search, and the fastest plan is the same as without it."""
     model, batch = zoo.mlp(hidden=64, ffn=256)

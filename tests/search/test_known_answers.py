@@ -90,6 +90,7 @@ def test_large_batch_gives_data_parallelism() -> None:
     assert set(found.predicted.collectives["gpu"]) == {"all_reduce"}
 
 
+@pytest.mark.slow
 def test_less_memory_gives_zero_then_fsdp_with_recomputation() -> None:
     """Parameters are split and gathered once, and with less memory most of them twice; gradients are scattered."""
     whole = Search(pins={"microbatches": 1, "overlap": "none"})  # a second gather would be hidden

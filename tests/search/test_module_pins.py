@@ -166,6 +166,7 @@ NAMES = {"gpt2": ("transformer.h.*.attn", "*.ln_2", "*.mlp.act", "transformer.wt
          "cnn": ("first", "norm", "second"), "vit": ("vit.embeddings", "*.q_proj", "*.o_proj")}  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=2)
 def test_any_pin_keeps_what_is_computed(data: st.DataObject) -> None:
@@ -333,6 +334,7 @@ def test_recipes_keep_pins() -> None:
     equal("llama", plan)
 
 
+@pytest.mark.slow
 def test_pipelines() -> None:
     model, batch = Deep(2), (torch.randn(4, 4, 8),)
     program, axes = program_of(model, batch), {"pp": 2, "a": 2}

@@ -89,6 +89,7 @@ def test_what_is_sent_computes_the_same_and_fits(again: str, tmp_path: Path) -> 
     assert "offloaded" in plan.summary()
 
 
+@pytest.mark.slow
 def test_only_what_is_sent_makes_it_fit() -> None:
     for machine, offload in ((NONE, "search"), (FAST, "none")):
         with pytest.raises(InfeasibleError):
@@ -135,6 +136,7 @@ def test_explain_says_why_a_tensor_is_on_the_host() -> None:
     assert [t["copied"] for t in facts] == [t.copied for t in tensors]
 
 
+@pytest.mark.slow
 def test_optimizer_state_goes_where_it_pays() -> None:
     """What is kept has gone before; for the optimizer's step all of the state must be on the device."""
     with torch.device("meta"):

@@ -146,6 +146,7 @@ class Odd(nn.Module):
         return (x @ self.w.t()).square().mean()
 
 
+@pytest.mark.slow
 def test_memory_falls_where_nothing_divides() -> None:
     program = program_of(Odd(), (torch.randn(8, 15),))
     need = 1021 * 15 * 4 * 4  # parameter, gradient and two moments
@@ -157,6 +158,7 @@ def test_memory_falls_where_nothing_divides() -> None:
         solve(program, {"a": 4}, "cpu", memory=0.55 * need, search=Search(padding=False))
 
 
+@pytest.mark.slow
 def test_a_pin_splits_unevenly() -> None:
     program = captured()
     pinned = slow_plan(program, pins={"up.weight": "S(0)"}, padding=False)
@@ -177,6 +179,7 @@ def test_random_plans_are_padded_by_turns() -> None:
     assert replace(drawn[1], padding={}) != drawn[1]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "model",
     [Heads(False), OwnWeights(True), Sloped(False), pytest.param(Masked(True), marks=pytest.mark.deep)],

@@ -62,6 +62,7 @@ def test_every_factor_of_a_letter() -> None:
     assert {Split(wide, 0), Split(wide, 1), Split(wide, 2)} <= set(outputs)
 
 
+@pytest.mark.slow
 def test_lowered_letters_split_by_their_first_factor_only() -> None:
     for name in ("gpt2", "llama"):
         _, dims, _ = models.captured(name, seq=4)

@@ -86,6 +86,7 @@ def test_tied_optimum_equals_the_untied(cluster: str | Cluster, layers: int) -> 
     assert "repeated layers alike" not in untied.certificate.space
 
 
+@pytest.mark.slow
 def test_plan_without_ties_can_be_run() -> None:
     import torch
 

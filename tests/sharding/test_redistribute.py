@@ -124,6 +124,7 @@ CASES = [
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("type_", "sizes"), CASES)
 def test_every_single_move(type_: TensorType, sizes: tuple[int, ...]) -> None:
     table = Tables(make_machine(sizes)).of(type_)
@@ -169,6 +170,7 @@ def test_paths_add_up(type_: TensorType, sizes: tuple[int, ...], cluster: str) -
         assert priced[0, 0] == pytest.approx(seconds[i, j])
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("dtype", ["float32", "bool", "bfloat16"])
 @pytest.mark.parametrize(("type_", "sizes"), CASES)
 def test_moves_cost_what_is_emitted(type_: TensorType, sizes: tuple[int, ...], dtype: str) -> None:

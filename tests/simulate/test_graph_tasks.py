@@ -120,6 +120,7 @@ def test_activations_are_what_the_backward_takes() -> None:
     assert made["activations"] in (rows * (ffn + hidden) * 4, rows * (2 * ffn + hidden) * 4)
 
 
+@pytest.mark.slow
 def test_transformers_run_on_two_axes() -> None:
     timeline, plan = ran("gpt2", "hsdp", {"a": 2, "b": 2})
     assert 0 < timeline.step_seconds

@@ -49,6 +49,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "WORTH_BLOCKS", 0)
 
 
+@pytest.mark.some(10)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
     "sample", [s for s in all_samples() if s.target in (ops.attention, ops.attention_backward)], ids=str
@@ -99,6 +100,7 @@ def test_nothing_that_is_hidden_is_computed() -> None:
     raise AssertionError("no random plan splits the queries")
 
 
+@pytest.mark.slow
 def test_few_tokens_are_masked() -> None:
     """Blocks take three calls and a hundred small kernels: that is for long sequences."""
     axes = {"a": 2}

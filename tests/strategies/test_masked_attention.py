@@ -165,6 +165,7 @@ def test_models_of_transformers(name: str, axes: dict[str, int]) -> None:
     assert has == (name in ("mistral", "qwen", "t5", "longt5"))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "parts", "sends"),
     [

@@ -70,6 +70,7 @@ def test_elements_between_rows_take_those_of_neighbors(settings: dict[str, Any],
     assert report.max_error <= 1e-10, f"{report.worst}: {report.max_error}"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("height", "settings"),
     [(6, {"scale_factor": 2}), (5, {"size": (15, 6)}), *((8, settings) for settings in BETWEEN)],

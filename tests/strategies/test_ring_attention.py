@@ -132,6 +132,7 @@ def names(operator: Operator, *sizes: int) -> set[tuple[str, ...]]:
     return {found.names(i) for i in range(len(found.choice))}
 
 
+@pytest.mark.slow
 def test_where_it_is_not_offered() -> None:
     """An odd number of positions, two axes, and a causal mask of other lengths; masks and dropout have no such rule."""
     assert ("qk.0",) in names(attention_of(Attending(), batch(8)), 4)

@@ -29,6 +29,7 @@ def sends(program: Program) -> int:
     return sum(n.target is send_block for n in program.graph.graph.nodes)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
@@ -51,6 +52,7 @@ def test_equal_values(name: str, axes: dict[str, int]) -> None:
     assert any(made)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("recompute", ["search", pytest.param("regather", marks=deep)])
 @pytest.mark.parametrize(
     ("name", "axes"),
@@ -127,6 +129,7 @@ class Turned(nn.Module):
         return (turned * (x * self.weight).cumsum(2)).tanh().sum()
 
 
+@pytest.mark.slow
 def test_two_dims_take_different_code() -> None:
     x = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     made = 0
@@ -145,6 +148,7 @@ def test_two_dims_take_different_code() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_search_splits_one_long_sequence() -> None:
     with torch.device("meta"):
@@ -195,6 +199,7 @@ class Chunked(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 def test_loops_over_positions_are_split_by_heads() -> None:
     """On an axis that splits the sequence, which cannot split them; else every device would compute them all."""
     model, batch = Chunked().double(), (torch.randn(2, 8, 8, dtype=torch.float64),)

@@ -53,6 +53,7 @@ def test_partition_within_a_budget() -> None:
     torch.testing.assert_close(backward(x, torch.ones(2))[0], x.exp())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(compat.inductor_lacks(torch.device("cpu"))), reason="no C++ compiler")
 def test_inductor() -> None:
     """Strides are those of the graph, views stay views, the list is emptied, and decompositions are asked for."""

@@ -46,6 +46,7 @@ def _wait_in_vain(rank: int, store: str, ended: Any) -> None:
         ended.get(timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_waits_of_gloo_end(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")

@@ -25,6 +25,7 @@ OPERATORS = {op.formatted_name: op for op in compat.operator_database()}
 WRITTEN = ["add", "mm", "softmax", "nn_functional_layer_norm", "cumsum", "nn_functional_gelu", "atan2", "gather"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_operators_with_written_rules(name: str) -> None:
     outcome = examine(OPERATORS[name], torch.float64)
@@ -33,6 +34,7 @@ def test_operators_with_written_rules(name: str) -> None:
     assert outcome.differentiable
 
 
+@pytest.mark.slow
 def test_what_cannot_be_split_says_why() -> None:
     found = {name: examine(OPERATORS[name], torch.float64) for name in ("nonzero", "bernoulli", "trace", "ones_like")}
     assert all(found.values())

@@ -40,6 +40,7 @@ def batch(dtype: torch.dtype) -> tuple[Tensor]:
     return (torch.randn(4, 4, 16, generator=torch.Generator().manual_seed(1)).to(dtype),)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("inner", [8, 16])
 def test_rows_stay_multiples(dtype: torch.dtype, inner: int) -> None:
@@ -52,6 +53,7 @@ def test_rows_stay_multiples(dtype: torch.dtype, inner: int) -> None:
     assert verify(model, given, AXES, plan=found).max_error < 1e-12
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_plans(seed: int) -> None:
     model, given = Experts().to(torch.bfloat16), batch(torch.bfloat16)

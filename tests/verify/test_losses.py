@@ -84,6 +84,7 @@ def batch_of() -> dict[str, Tensor]:
     return {"x": torch.randn(8, 4, 4, generator=g, dtype=torch.float64), "target": target}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_that_of_the_whole_batch(name: str) -> None:
     model, batch = Head(LOSSES[name]), batch_of()

@@ -84,6 +84,7 @@ def test_searched_plan(name: str, axes: dict[str, int]) -> None:
     assert 0 <= plan.certificate.gap < 1
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "axes"), on_meshes(1))
 def test_random_plan(name: str, axes: dict[str, int]) -> None:
     program, dims, values = zoo.captured(name)
@@ -105,6 +106,7 @@ def test_public_verify_reports_everything() -> None:
     assert again.max_error <= 1e-10
 
 
+@pytest.mark.slow
 def test_model_without_a_loss_carries_gradients_through_its_outputs() -> None:
     model, batch = zoo.gpt2()
     del batch["labels"]

@@ -37,6 +37,7 @@ def test_an_outlier_does_not_move_the_fit() -> None:
     assert found.bandwidth == pytest.approx(CPU.bandwidth, rel=0.1)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("factors", [{}, {"reduce_scatter": 1.9, "all_reduce": 0.7, "broadcast": 0.5}])
 @pytest.mark.parametrize("members", [2, 8])
 def test_a_link_is_found_again(members: int, factors: dict[str, float]) -> None:
@@ -47,6 +48,7 @@ def test_a_link_is_found_again(members: int, factors: dict[str, float]) -> None:
     assert found.factors == pytest.approx(every, rel=0.02) and len(every) == len(KINDS) - 1
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_is_the_bases() -> None:
     base, alone = Cluster.preset("h100"), kernels(GPU, LARGE)
     one = cluster_of(alone, base, name="one", groups=(1,), units=108)
@@ -64,6 +66,7 @@ def test_what_was_not_measured_is_the_bases() -> None:
     assert Cluster.from_toml(both.to_toml()) == both
 
 
+@pytest.mark.slow
 def test_racks_and_what_groups_lose_that_share_cards() -> None:
     near, far, racks = INNER, replace(OUTER, contention=0.7), Link("racks", 5e7, 1e-3)
     true = Cluster("true", GPU, (near, far, racks), (4, 8))
@@ -78,6 +81,7 @@ def test_racks_and_what_groups_lose_that_share_cards() -> None:
     assert "contention 0.7" in calibration_table(found, crowded, times.tolist(), width=100)
 
 
+@pytest.mark.slow
 def test_what_kernels_lose_to_collectives_and_each_other_is_found_again() -> None:
     true, device = replace(INNER, wait=3e-3, occupies=0.4), replace(CPU, alone=1.7)
     made = [Sample(ALONE, "float32", sizes, 1.0) for sizes in ALONE_SIZES]

@@ -148,6 +148,7 @@ def worst_apart(program: Program, plan: Plan, other: Plan) -> float:
     return max(float((a[0] - b[0]).abs().max()) for a, b in zip(*runs, strict=True) if a and b)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("inner", "microbatches"), [(0, 1), (4, 1), *(pytest.param(n, 2, marks=pytest.mark.deep) for n in (0, 4))]
 )
@@ -268,6 +269,7 @@ class Products(nn.Module):
         return (self.down(torch.relu(self.up(x))) - x).square().mean()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("precision", "size", "bits", "remedy"),
     [

@@ -136,6 +136,7 @@ def test_too_few(store: TCPStore) -> None:
     assert isinstance(found, RankError) and "worker 2 waited 0.5 s (quorum_timeout) for those that train" in str(found)
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_vote_is_named(store: TCPStore) -> None:
     """Another rank of worker 1 is gone: no meeting with it counts."""
     one, other = Worker(store, 0, places=2), Worker(store, 1, places=2)

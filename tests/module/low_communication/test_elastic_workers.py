@@ -112,6 +112,7 @@ def check(log: list[Any], history: list[list[tuple[int, bool]]], weighted: bool,
     assert said_all == {(w, rounds) for rounds, members in enumerate(history) for w, _ in members} - died
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("where", "weighted"), [("exchange", True), ("coming", False), ("voted", False)])
 def test_one_is_killed_comes_back_and_another_leaves(store: Any, captured: Any, where: str, weighted: bool) -> None:
     log: list[Any] = []
@@ -247,6 +248,7 @@ def test_fragments_are_met_about_in_turn_beside_training(store: Any, captured: A
     assert {local.rounds for local, *_ in (workers[0], workers[2])} == {3}
 
 
+@pytest.mark.slow
 def test_few_bits_with_feedback_are_as_emulated(store: Any) -> None:
     """Two workers in float32, whose meetings are beside training."""
     given = {"every": 2, "fragments": 2, "delay": 1, "mix": 0.25, "bits": 4, "feedback": True}

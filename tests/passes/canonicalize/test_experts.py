@@ -272,6 +272,7 @@ KEPT = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ROUTED)
 def test_tokens_are_sorted_where_they_are(name: str) -> None:
     model = ROUTED[name]()
@@ -285,6 +286,7 @@ def test_tokens_are_sorted_where_they_are(name: str) -> None:
     assert set(rows) == {4 * 4 * model.k // 4}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
@@ -298,6 +300,7 @@ def test_random_plans(name: str, seed: int) -> None:
     assert report.max_error < 1e-12
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("axes", "options", "exchanges"),
     [
@@ -329,6 +332,7 @@ FAR = Cluster(
 """Messages take as long as what few tokens compute."""
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("axes", "placed", "taken", "skewed"),
     [
@@ -355,6 +359,7 @@ def test_tokens_stay(axes: dict[str, int], placed: tuple[str, ...], taken: int, 
     assert exchange_rows not in called
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("seed", "axes"),
     [
@@ -381,6 +386,7 @@ def many(ids: Tensor) -> Tensor:
     return torch.histc(ids.float(), bins=512, min=0, max=511).cumsum(0, dtype=torch.int32)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("tokens", "way"), [(64, "="), (4096, ">")])
 def test_few_tokens_stay_and_many_travel(tokens: int, way: str) -> None:
     """512 experts of 512 features, ten of them a token, on the eight GPUs of a node: as Qwen3-Next has."""
@@ -422,6 +428,7 @@ class Capped(nn.Module):
         return (x + back).square().mean() + 0.01 * balance
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("capacity", "options"),
     [(3, {"pins": {"up": ("R", "S(0)"), "down": ("R", "S(0)")}}), (0, {"recipe": "random", "seed": 1})]
@@ -463,6 +470,7 @@ def test_experts_that_cannot_be_split() -> None:
         plan(Layer(scattered), batch(8), cluster="h100", axes={"a": 2}, search=Search(imbalance=[1, 2, 3]))
 
 
+@pytest.mark.slow
 def test_imbalance() -> None:
     """Experts that get more tokens take longer and hold more; a factor is the same as the tokens that give it."""
     given = (torch.empty(512, 64, HIDDEN, device="meta"),)
@@ -529,6 +537,7 @@ def test_what_is_in_an_order_is_not_cut_otherwise() -> None:
     assert by_target[routing.add_by_expert] is None
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", [*ROUTED, *KEPT])
 def test_of_many_tokens_fewer_are_looked_at(name: str) -> None:
     """Three hundred million pairs: nothing of that size is made."""
@@ -544,6 +553,7 @@ def test_few_tokens(tokens: int) -> None:
     assert verify(Layer(inverted, k=1), x, {"a": 2}, plan="random").max_error < 1e-12
 
 
+@pytest.mark.slow
 def test_more_layers_than_python_has_frames() -> None:
     """Experts of the last one depend on all of them."""
 

@@ -105,6 +105,7 @@ def gradients(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tor
     return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("make", "scaling"),
     [
@@ -167,6 +168,7 @@ def test_same_step_in_bfloat16_on_one_device(scaling: str) -> None:
     assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_which_products_are_rounded_and_that_each_tensor_is_once() -> None:
     model, batch = tied()
     program = program_of(model, batch, precision=policy())
@@ -205,6 +207,7 @@ def test_scales_of_sharded_tensors_are_reduced_over_the_axes_that_shard_them() -
     assert compare(program, replace(local), plan, values, F64).max_error > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.thorough  # a plan in one piece gathers the whole weight
 def test_costs_and_gathers_of_large_layers() -> None:
     """Rounding before the gather is a layout like any other: half the bytes of bfloat16, which the search takes.

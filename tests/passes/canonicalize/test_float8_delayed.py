@@ -107,6 +107,7 @@ def distance(made: torch.Tensor | None, expected: torch.Tensor) -> float:
     return float((made - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("make", "parts", "seed"), [(zoo.mlp, 1, 0), (zoo.mlp, 2, 1), (checkpointed, 1, 2), (tied, 1, 3)]
 )
@@ -124,6 +125,7 @@ def test_same_steps_as_plain_layers_with_histories(make: Any, parts: int, seed: 
     assert (float8.quantize in {n.target for n in again}) == (make is checkpointed)
 
 
+@pytest.mark.slow
 def test_the_largest_entries_of_all_shards_are_one_maximum_for_each_axis() -> None:
     """At the end of the step; without it a device records what is largest of its own part, and that is noticed."""
     model, batch = wide(zoo.mlp())

@@ -145,6 +145,7 @@ def kernels(mask: Mask) -> list[fx.Node]:
     return [n for n in nodes if "autopar.attention" in str(n.target)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_masks(name: str) -> None:
     """Forward and backward get the same function, and nothing of queries times keys is left."""
@@ -172,6 +173,7 @@ def test_of_a_large_batch_of_equal_samples_one_is_looked_at(monkeypatch: pytest.
     assert forward.target is masked.attention_masked and forward.args[4]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", STAYING)
 def test_other_masks_stay(name: str) -> None:
     forward, _ = kernels(STAYING[name])
@@ -222,6 +224,7 @@ FEW = ("documents in windows", "packed", "prefix of the batch", "bias by distanc
 """One of each kind; of the others `test_functions_of_masks` knows the functions."""
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in FEW else pytest.mark.deep) for n in (*FUNCTIONS, *STAYING) if n != "by chance"],

@@ -139,6 +139,7 @@ class Biased(nn.Module):
         return scores.softmax(-1).square().mean()
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_choice_is_linear() -> None:
     """So the sum over samples may come after it, from microbatch to microbatch."""
     torch.manual_seed(0)

@@ -124,6 +124,7 @@ def test_what_is_cut_down_does_not_wait() -> None:
     assert compare(program, after, plan, values, torch.float64).max_error < 1e-12
 
 
+@pytest.mark.slow
 def test_what_runs_once_a_step_is_apart() -> None:
     """A gradient that is reduced after the last microbatch, beside those that each microbatch reduces and adds up."""
 

@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "recipe", "axes", "bandwidth", "kinds"), CASES)
 def test_computes_the_same(
     name: str, recipe: str, axes: dict[str, int], bandwidth: float, kinds: tuple[str, ...]
@@ -222,6 +223,7 @@ def random_plan_of(name: str, seed: int) -> tuple[Program, Plan]:
     return program, replace(plan, overlap=True)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "seeds"),
     [

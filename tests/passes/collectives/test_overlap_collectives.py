@@ -62,6 +62,7 @@ def collectives(program: Program) -> list[fx.Node]:
     return [n for n in program.graph.graph.nodes if info(n).collective]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("recipe", "axes"),
     [
@@ -124,6 +125,7 @@ def test_gradients_of_weights_fill_waits() -> None:
     assert len(filled) >= 2 * LAYERS - 1
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("recipe", ["fsdp", "hsdp", "megatron"])
 def test_the_simulated_step_is_shorter(recipe: str) -> None:
     program, local, _, plan = overlapped(recipe, {"node": 2, "gpu": 2})
@@ -145,6 +147,7 @@ def drawn(seed: int) -> tuple[Program, Program, list[torch.Tensor], Plan]:
     return program, rewrite(program, plan), values, plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gathers_of_any_layout_are_ahead(seed: int) -> None:
     """In layouts that are sliced first, by the device's index, too."""
@@ -197,6 +200,7 @@ def test_what_kernels_wait_for_goes_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert after < 0.998 * seconds()
 
 
+@pytest.mark.slow
 def test_what_is_in_flight_must_fit() -> None:
     program, _, plan = planned("fsdp", tuple(AXES[1].items()))
     needed = [sum(peak_memory(rewrite(program, p), p).values()) for p in (plan, replace(plan, overlap=False))]

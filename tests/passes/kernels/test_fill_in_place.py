@@ -79,6 +79,7 @@ def fills(rows: Callable[[], torch.Tensor], flat: bool = False) -> Function:
     return run
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("function", "in_place"),
     [
@@ -99,6 +100,7 @@ def test_which_rows(function: Function, in_place: int) -> None:
     assert filled(function)[0] == in_place
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans(seed: int) -> None:
     filled(cross_entropy, seed)  # of rows that are split

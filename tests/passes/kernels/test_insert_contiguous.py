@@ -74,6 +74,7 @@ def test_a_permutation_is_copied_and_the_copy_counts(turned: bool) -> None:
     assert taken[made.args[0]] == 2 * 8 * 4 * 4 and made.args[1] not in taken
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["gpt2", "encoder"])
 def test_transformers_need_none(name: str) -> None:
     assert copies(rewritten(zoo.captured(name)[0], seed=2)[0]) == []
@@ -110,6 +111,7 @@ MODELS = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", [*MODELS, "cnn", "gpt2"])
 def test_what_is_known_of_strides_is_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value that is said to be known lies in memory as propagation thinks, on every device."""

@@ -111,6 +111,7 @@ def _copies(node: fx.Node) -> bool:
     return source.target is aten.permute.default
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
@@ -138,6 +139,7 @@ def check_bits(program: Program, plan: Plan, values: list[torch.Tensor]) -> None
     assert count(locals_[1], *VIEWS) <= count(locals_[0], *VIEWS)
 
 
+@pytest.mark.slow
 def test_sharded_parameters_cost_no_views() -> None:
     """Fully sharded, a model's graphs have as few views as the graph of one device, but for the packing of buckets."""
     program, _, _ = models.captured("llama")

@@ -68,6 +68,7 @@ def gathers(cutting: StageGraphs, stage: int, kind: str) -> list[str]:
     return [n.name for n in nodes if info(n).collective is not None and info(n).collective.kind == "all_gather"]
 
 
+@pytest.mark.slow
 def test_parts_are_sent_where_the_link_is_slow() -> None:
     program, plan = planned(SLOW)
     assert plan.scatter == Scatter("node", (0,))
@@ -85,6 +86,7 @@ def test_parts_are_sent_where_the_link_is_slow() -> None:
     assert error(program, plan, local) < BOUND
 
 
+@pytest.mark.slow
 def test_all_is_sent_where_links_are_alike() -> None:
     program, plan = planned(FAST)
     assert plan.scatter is None
@@ -112,6 +114,7 @@ def test_the_seconds_are_those_of_the_graph() -> None:
     assert plan.predicted.communication_bytes["node"] == plan.microbatches * first["parts"].to_next
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("schedule", "behind"), [("interleaved", (0, 1, 2)), ("zbv", (0, 2))])
 def test_stages_of_one_device_hand_on_the_whole(schedule: str, behind: tuple[int, ...]) -> None:
     program, plan = planned(SLOW, 2, schedule)

@@ -109,6 +109,7 @@ def step(program: Program, plan: Plan, values: list[Tensor], seed: int = 1) -> t
     return report.loss, dict(report.gradients)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("split", "kv_heads"), crossed(["b.0 h.0", "b.0 b.0", "R h.0", "R R"], [4, 2]))
 def test_forward_and_backward_drop_the_same_elements(split: str, kv_heads: int) -> None:
     """The gradient of a step is that of its loss, by differences, with the same elements dropped."""
@@ -188,6 +189,7 @@ def test_what_is_kept_counts_nothing_where_kernels_draw_it() -> None:
     assert saved[0] - saved[1] == scores - 24 + 4 * (4 * 16 * 16)
 
 
+@pytest.mark.slow
 def test_a_gpt2_with_its_dropout_splits_attention_on_gpus() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -101,6 +101,7 @@ CASES = [("dropping", 1), ("unet", 1), ("cnn", 2)]
 MORE = [("gpt2", 2), ("gpt2", 1), ("llama", 1), ("llama", 2), ("vit", 1), ("vit", 2), ("unet", 2), ("cnn", 1)]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "microbatches"), [*CASES, *(pytest.param(*case, marks=pytest.mark.deep) for case in MORE)]
 )
@@ -124,6 +125,7 @@ def test_backends_of_torch_fit(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12 if name == "dropping" else 1e-6)
 
 
+@pytest.mark.slow
 @needs_inductor
 def test_inductor_computes_the_same() -> None:
     plain, compiled = (parallelize(Dropping(1).double(), None, compile=c) for c in (None, True))
@@ -161,6 +163,7 @@ def test_blocks_that_are_alike_are_compiled_once(name: str, depths: tuple[int, .
     assert counts[2] > 0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "seed"),
     [

@@ -121,6 +121,7 @@ def test_shards_that_lack_what_the_index_says(folder: Path) -> None:
         filled(folder)
 
 
+@pytest.mark.slow
 def test_damaged_shards_are_plain_errors(folder: Path) -> None:
     draw, whole = random.Random(0), (folder / "a.safetensors").read_bytes()
     write(folder, {"weight": "a.safetensors", "bias": "b.safetensors"})

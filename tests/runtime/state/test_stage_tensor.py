@@ -125,6 +125,7 @@ def all_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", FOREACH)
 def test_lists_compute_what_the_loop_does(mesh: DeviceMesh, name: str) -> None:
     made = FOREACH[name]

@@ -129,6 +129,7 @@ def after_a_write(model: Any, plain: Shared, number: int) -> list[Tensor] | str:
     return [*found, *(t.detach() for t in (*model(x, y), *others, *plain.state_dict().values()))]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("number", range(16))
 def test_results_are_memory_of_what_they_are_in_eager_mode(number: int) -> None:
     plain = Shared().double()

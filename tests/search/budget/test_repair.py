@@ -82,6 +82,7 @@ def test_the_crowd_is_what_is_held_at_the_heaviest_moment() -> None:
     assert not any(t.recomputed for t in found.tensors)
 
 
+@pytest.mark.slow
 def test_what_is_made_again_is_told_apart() -> None:
     program, classes, _ = captured()
     plan = ample()
@@ -96,6 +97,7 @@ def test_what_is_made_again_is_told_apart() -> None:
     assert again <= {n.name for n in program.sources}
 
 
+@pytest.mark.slow
 def test_a_plan_that_keeps_everything_is_made_to_fit() -> None:
     program, classes, values = captured()
     plan = ample()
@@ -247,6 +249,7 @@ def test_one_device() -> None:
         lean(program, {}, 1.0)
 
 
+@pytest.mark.slow
 def test_outputs_of_one_operator_have_storages_of_their_own() -> None:
     """Mean and deviation of a layer norm are getitems, whose fake tensors need not be those of the operator."""
     program, _, _ = zoo.captured("gpt2", hidden=512)

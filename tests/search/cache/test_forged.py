@@ -75,6 +75,7 @@ FORGED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", FORGED)
 def test_forged_plans_are_found_out(
     name: str, kept: Path, searches: list[Search], caplog: pytest.LogCaptureFixture

@@ -116,6 +116,7 @@ def test_sources_are_all_of_the_package(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(seen) == 5
 
 
+@pytest.mark.slow
 def test_depth_and_what_is_left_out_count(ingredients: Ingredients, kept: Path) -> None:
     """Of 5 and of 9 alike blocks the same three are captured."""
     batch = torch.zeros(8, 4), torch.zeros(8, 8)

@@ -108,6 +108,7 @@ def skewed(name: str) -> Any:
     return model
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "axes"), crossed(MODELS, [{"a": 4}, {"data": 2, "expert": 2}]))
 def test_experts_are_split_and_their_router_is_not(name: str, axes: dict[str, int]) -> None:
     made = MODELS[name]().double() if len(axes) > 1 else skewed(name)

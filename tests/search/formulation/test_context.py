@@ -49,6 +49,7 @@ def images(rows: int = 16) -> tuple[Tensor]:
     return (torch.randn(2, 3, rows, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64),)
 
 
+@pytest.mark.slow
 def test_rows_of_images_are_split() -> None:
     """A device has windows of its rows, and takes rows of neighbors for the convolution."""
     model = Windows().double()
@@ -81,6 +82,7 @@ def test_a_kernel_that_is_longer_than_a_part() -> None:
     assert verify(Long().double(), given, AXES, plan=found).max_error < 1e-12
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["slots", "capacity"])
 def test_what_has_no_positions_is_shared(name: str) -> None:
     """Slots of experts are behind the sequence: devices share them where that is worth its messages."""

@@ -218,6 +218,7 @@ def test_on_one_device_a_row_is_nearly_all(name: str, again: str, every: int) ->
     assert max(said) > 0.99
 
 
+@pytest.mark.slow
 def test_what_runs_once_a_step_is_no_moment() -> None:
     """Nothing of a microbatch is there while it runs, whatever its place among its operators."""
     rows = Rows(program_of(*MODELS["llama"]()), {"a": 2}, "search", 2)

@@ -84,6 +84,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "recipe", "axes"), cases())
 def test_a_recipe_computes_what_one_device_would(name: str, recipe: str, axes: dict[str, int]) -> None:
     plan = planned(name, axes, recipe=recipe)
@@ -116,6 +117,7 @@ def test_fsdp_gathers_every_parameter_and_scatters_every_gradient(name: str) -> 
     assert set(plan.predicted.collectives["a"]) == {"all_gather", "reduce_scatter", "all_reduce"}  # of the loss
 
 
+@pytest.mark.slow
 def test_zeros_stages_by_what_they_send() -> None:
     """Stage 1 gathers once and all-reduces, stage 2 gathers once and scatters, stage 3 may gather twice."""
     program, _, values = zoo.captured("llama", **SIZES["llama"])
@@ -167,6 +169,7 @@ def test_zero_on_one_axis_of_two() -> None:
     assert error_of("mlp", plan) <= 1e-10
 
 
+@pytest.mark.slow
 def test_hsdp_is_ddp_outside_and_fsdp_inside() -> None:
     plan = planned("llama", SQUARE, recipe="hsdp")
     assert {v for v in plan.parameters.values()} == {layout("R S(0)")}
@@ -403,6 +406,7 @@ def test_public_plan_and_verify() -> None:
     assert autopar.verify(model, batch, LINE, plan=plan).max_error <= 1e-10
 
 
+@pytest.mark.slow
 def test_the_sequence_of_one_sample_is_split() -> None:
     program, _, values = zoo.captured("llama", batch=1, seq=16)
     plan = solve(program, {"a": 2}, "cpu", search=Search(recipe="megatron-sequence", padding=False))

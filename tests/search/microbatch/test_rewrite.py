@@ -39,6 +39,7 @@ def unequal(name: str, **sizes: int) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, batch
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("plan", [None, "random"])
 @pytest.mark.parametrize(
     "name", ["mlp", "cnn", *(pytest.param(n, marks=pytest.mark.deep) for n in ("gpt2", "llama", "bert", "vit"))]
@@ -51,6 +52,7 @@ def test_the_sum_is_that_of_the_whole_batch(name: str, plan: str | None) -> None
     assert report.max_error < BOUND, report.worst
 
 
+@pytest.mark.slow
 def test_no_mean_of_means() -> None:
     """A mean over each microbatch would weigh tokens by how many others count beside them."""
     model, batch = unequal("gpt2")
@@ -98,6 +100,7 @@ def test_one_device_draws_and_counts_as_the_plain_model() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_short_last_batch_and_inference() -> None:
     plain, model = Step().eval(), parallelize(Step().eval(), None, search=Search(pins={"microbatches": 4}))
     for rows in (16, 6, 7):
@@ -135,6 +138,7 @@ class Spectrum(nn.Module):
         return torch.fft.irfft(found, n=8).square().mean()
 
 
+@pytest.mark.slow
 def test_complex_gradients_are_added_up() -> None:
     """Their all-reduce takes a flat tensor, and the graph of one microbatch is analyzed again."""
     torch.manual_seed(0)

@@ -79,6 +79,7 @@ def test_no_other_shares_are_faster(devices: list[tuple[float, float]], count: i
     assert last(found) == min(last(counts) for counts in every if sum(counts) == count * len(devices))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("counts", "inner"),
     [
@@ -116,6 +117,7 @@ def test_shares_compute_what_one_device_does(counts: Any, inner: str) -> None:
     assert simulate(emitted(*last_device(local, plan))).step_seconds == pytest.approx(max(every), rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_slower_a_node_the_less_it_gets_and_no_plan_is_below_the_bound() -> None:
     """Neither with one more nor with one less is a plan faster, or below the bound; in deep runs no other, either."""
     program = program_of(Net(256), (torch.empty(1 << 14, 256, device="meta"), torch.empty(1 << 14, device="meta")))

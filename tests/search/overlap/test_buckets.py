@@ -49,6 +49,7 @@ def test_graphs_of_stages_have_buckets_of_their_own() -> None:
     assert apart.messages == {"blocks": pytest.approx(4 / 16)} and apart.most == {"blocks": pytest.approx(1 / 4)}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "recipe", "axes"), [
     ("gpt2", "fsdp", {"a": 4}), ("vit", "ddp", {"a": 2, "b": 2}),
     *(pytest.param(*case, marks=pytest.mark.deep) for case in (

@@ -44,6 +44,7 @@ SPLIT: list[tuple[dict[str, int], int]] = [({"a": 2, "b": 2}, 1), ({"a": 4}, 2)]
 """Two axes, and two microbatches."""
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "recipe", "split"), crossed(["vit", "gpt2"], [None, "ddp", "fsdp", "megatron"], SPLIT)
 )
@@ -66,6 +67,7 @@ DRAWN: list[tuple[int, dict[str, int], int]] = [
 """Seeds of plans, axes and microbatches."""
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "case"), crossed(["llama", "mlp", "encoder", "cnn"], DRAWN))
 def test_random_plans(name: str, case: tuple[int, dict[str, int], int]) -> None:
     """What every plan launches is no more than what any does, and what is predicted is about what is emitted."""
@@ -82,6 +84,7 @@ def test_random_plans(name: str, case: tuple[int, dict[str, int], int]) -> None:
     assert seconds >= host
 
 
+@pytest.mark.slow
 def test_pipelines() -> None:
     """Each graph of a stage takes at least as long as its launches; the bound of a device is its share of them."""
     whole = models.captured("gpt2")[0]

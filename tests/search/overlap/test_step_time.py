@@ -112,6 +112,7 @@ def test_gradients_of_norms_are_reduced_beside_kernels() -> None:
     assert norms
 
 
+@pytest.mark.slow
 def test_the_pin_overlap() -> None:
     with pytest.raises(ValueError, match="pin 'overlap' must be 'search' or 'none'"):
         Search(pins={"overlap": True})

@@ -117,6 +117,7 @@ def test_features_of_a_labeling_are_what_it_costs_under_any_weights(name: str, m
     assert sum(same) >= len(same) / 2
 
 
+@pytest.mark.slow
 def test_the_level_method_reaches_the_best_weights_of_known_plans() -> None:
     """On the cuts alone, as if these plans were all there are: the maximum is known from the linear program."""
     program, dims, classes = parts("llama", 1)
@@ -177,6 +178,7 @@ def test_no_plan_is_faster_than_the_bound_of_blocks_of_axes(name: str, count: in
         assert 0 < min(bounds) <= max(bounds) <= least * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_move_is_counted_where_its_reader_waits_for_it() -> None:
     """Whoever reads the value first: a gradient of a weight that takes it as it was made waits for nothing."""
     program, dims, classes = parts("llama", 1)

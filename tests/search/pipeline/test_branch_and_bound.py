@@ -64,6 +64,7 @@ def planned(slow: float, **pins: Any) -> Plan:
     return solve(captured()[0], AXES, machine(slow), search=Search(pins={"stages": "search", **pins}))
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_for_a_pipeline() -> None:
     program, model, batch = captured(MANY)
     plan = solve(program, AXES, machine(3e7), search=Search(pins={"stages": "search", "virtual": 1}))
@@ -76,6 +77,7 @@ def test_a_slow_link_is_for_a_pipeline() -> None:
     assert report.max_error < 1e-10, report.worst
 
 
+@pytest.mark.slow
 def test_a_fast_link_is_not() -> None:
     assert planned(1e10, virtual=1).pipeline is None
 
@@ -93,6 +95,7 @@ def test_no_pipeline_beats_what_is_found_or_its_bound() -> None:
                 assert plan.predicted.step_seconds >= found.certificate.lower_bound
 
 
+@pytest.mark.slow
 def test_what_is_not_pinned_is_searched() -> None:
     plan = planned(2e7, schedule="gpipe", microbatches=8)
     assert plan.pipeline is None or (plan.pipeline.schedule, plan.microbatches) == ("gpipe", 8)
@@ -103,6 +106,7 @@ def test_what_is_not_pinned_is_searched() -> None:
     assert "4 microbatches; the devices of a stage" in fixed.certificate.space
 
 
+@pytest.mark.slow
 def test_little_memory_is_for_a_schedule_with_few_under_way() -> None:
     pins = {"stages": 2, "stage_axis": "node", "microbatches": 8, "virtual": 1, "recompute": "none"}
     program, slow = captured()[0], machine(2e7)
@@ -191,6 +195,7 @@ def test_stages_may_have_layouts_of_their_own() -> None:
     assert autopar.verify(model, batch, AXES, plan=plan).max_error < 1e-12
 
 
+@pytest.mark.slow
 def test_stages_may_take_a_factor_of_an_axis() -> None:
     model, batch = captured()[1:]
     links = replace(machine(1e7), group_sizes=(2,))

@@ -119,6 +119,7 @@ def test_each_stage_has_a_block() -> None:
         autopar.plan(model, batch, cluster=MACHINE, axes={"pp": 8}, search=search)
 
 
+@pytest.mark.slow
 def test_graphs_of_plans_that_differ_in_stages_are_rewritten_together() -> None:
     """They are those that each plan gives alone."""
     program = program_of(*example())

@@ -51,6 +51,7 @@ def count_under_way(monkeypatch: pytest.MonkeyPatch, device_of: list[int]) -> di
     return most
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_microbatches_under_way(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted while it runs, in the papers, and by the simulator."""

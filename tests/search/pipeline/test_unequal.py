@@ -174,6 +174,7 @@ def test_the_faster_devices_get_more() -> None:
     assert plan.certificate.gap < 0.15  # the bubble: one of sixteen, twice
 
 
+@pytest.mark.slow
 def test_each_kind_of_devices_keeps_to_its_memory() -> None:
     """The fast devices have half the memory: layers that would be theirs by time go to the slow ones."""
     cluster, axes = mixed((1, 1)), {"gpu": 2}

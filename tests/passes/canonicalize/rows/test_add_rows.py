@@ -66,6 +66,7 @@ def not_first(m: Read, ids: Tensor, kind: Tensor) -> Tensor:
 FUNCTIONS = [not_first, rows, repeated, other_shapes, several_indices, all_indices]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_values(function: Callable[..., Tensor]) -> None:
     generator = torch.Generator().manual_seed(1)

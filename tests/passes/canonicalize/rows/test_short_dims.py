@@ -120,6 +120,7 @@ BATCHES: list[tuple[int, dict[str, int], tuple[int, int]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("function", "case"), crossed([*SPLIT, *ATTEND, whole], BATCHES))
 def test_values(
     function: Callable[[Any, Tensor, Tensor], Tensor], case: tuple[int, dict[str, int], tuple[int, int]]
@@ -129,6 +130,7 @@ def test_values(
     assert report.max_error < 1e-10, (axes, size)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("function", [*SPLIT, *ATTEND])
 def test_the_sequence_is_split(function: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
     axes, batch, model = {"a": 4}, (tokens_of(1, 32),), Tokens(function).double()

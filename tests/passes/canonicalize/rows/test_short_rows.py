@@ -69,6 +69,7 @@ def turned(x: Tensor) -> Tensor:
     return F.pad(short, (0, 0, 1, 0)) + y + (short @ short.mT).sum()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("function", [assigned, differences, slopes, nothing_of_rows_in_vain, flags, turned])
 def test_values(function: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(2, LENGTH, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +36,7 @@ class Tables(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 def test_a_length_that_shares_a_factor_with_tables() -> None:
     model, tokens = Tables().double(), torch.randint(16, (2, 12), generator=torch.Generator().manual_seed(0))
     program = program_of(model, (tokens,))

@@ -150,6 +150,7 @@ def unfolded_otherwise(x: Tensor, _: nn.Conv1d) -> Tensor:
 CONVOLUTIONS = ("padded_convolution", "padded_convolution_backward")
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("function", "conv", "made", "gone"),
     [
