@@ -16,9 +16,10 @@ from torch import nn
 
 from autopar._torch_compat import storage_id
 from autopar.capture.attention import Attention
+from autopar.capture.checks.after_step import Check
 from autopar.capture.functions.chunk_states import ChunkStates
 from autopar.capture.functions.kinds import classes_of_eager, mark_parameter
-from autopar.capture.intercepts import Check, Intercepts
+from autopar.capture.intercepts import Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.outside import counting_optimizers_refused, refused
 from autopar.capture.state.code.caches import uncached

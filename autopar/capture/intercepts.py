@@ -44,6 +44,8 @@ from autopar._torch_compat import (
     suggest_memory_format,
     without_modes,
 )
+from autopar.capture.checks.after_step import CHECK_MATRICES, Check, check_count, check_matrices, refusal
+from autopar.capture.checks.conditions import Conditions
 from autopar.capture.functions.drawing import DRAWING, drawn
 from autopar.capture.functions.formulas import BY_FORMULA, CHECKED, checked_matrices
 from autopar.capture.functions.kinds import is_leaf
@@ -61,7 +63,6 @@ from autopar.ir.signature.pytree import Leaf
 _AUTOPAR = str(Path(__file__).parent.parent)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
-_CHECK = torch.ops.aten._linalg_check_errors.default
 _LERP = torch.ops.aten.lerp_.Tensor
 
 _READS_STRIDES = frozenset(
@@ -155,40 +156,6 @@ _ROW_MAJOR = frozenset({functional.unfold})
 """Functions whose CPU kernels give a row-major result whatever their argument; fake tensors say otherwise."""
 
 
-Check = Callable[[Any], None]
-"""A check that is made after a step, given the graph's results."""
-
-
-def _check_matrices(info: Leaf, function: str, is_matrix: bool, results: Any) -> None:
-    """Raise torch's own error if a matrix is singular.
-
-    Args:
-        info: the result in which the factorization says of each matrix whether it is.
-        function: whose error it is.
-        is_matrix: there is one matrix, not a batch.
-        results: of the graph.
-
-    Raises:
-        torch.linalg.LinAlgError: one is.
-    """
-    _CHECK(results[info.index], function, is_matrix=is_matrix)
-
-
-def _check_arguments(invalid: Leaf, said: str, results: Any) -> None:
-    """Raise where a function was given values that it refuses; torch has the values to show.
-
-    Args:
-        invalid: the result that says how many values are outside of the domain.
-        said: what is wrong then, and the user's line.
-        results: of the graph.
-
-    Raises:
-        ValueError: some are.
-    """
-    if int(results[invalid.index]):
-        raise ValueError(f"{said}; run the model without parallelize() to see them")
-
-
 class Intercepts(TorchFunctionMode):
     """Changes calls of torch while it is entered."""
 
@@ -216,7 +183,7 @@ class Intercepts(TorchFunctionMode):
         for name, t in named.items():
             self._memory.setdefault(storage_id(t), []).append((*extent(t), name, t))
         self.checked: list[tuple[torch.Tensor, str, bool]] = []
-        self.validated: list[tuple[torch.Tensor, str]] = []
+        self.conditions = Conditions()
         self.stride_read = ""
 
     @contextlib.contextmanager
@@ -269,8 +236,10 @@ class Intercepts(TorchFunctionMode):
             if name == ".grad" and is_traced(args[0]) and self._has_no_gradient(args[0]):
                 return func(*args)  # what forward has set, if anything
             _refuse_reading(name, args[0])
-        if func in _READS_VALUES and not is_traced(args[0]):
-            return _values(func, args, kwargs or {})
+        if func in _READS_VALUES:
+            return self._looked_at(func, args) if is_traced(args[0]) else _values(func, args, kwargs or {})
+        if func is torch._assert and isinstance(args[0], torch.Tensor) and is_traced(args[0]):
+            return self.conditions.require(*args)
         if func in _ALL_TRUE and is_traced(args[0]):
             self._refuse(args[0].logical_not(), *_ALL_TRUE[func])
             return True if func is is_all_true else torch.ones((), dtype=torch.bool)
@@ -278,6 +247,7 @@ class Intercepts(TorchFunctionMode):
             _refuse_copy(args[0])
         if args and (_IN_PLACE.fullmatch(func.__name__) or func.__name__ in _ITEMS):
             _refuse_constant(args[0])
+            self.conditions.forget()
         # Without gradients none can be lost.
         refuse_foreign_tensors(args, torch.is_grad_enabled() and not _drops_gradient(func), self._name_of)
         if func in BY_FORMULA:
@@ -287,9 +257,20 @@ class Intercepts(TorchFunctionMode):
         if func in DRAWING:
             return drawn(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
+        self.conditions.remember(func, args, kwargs or {}, result)
         if func in _ROW_MAJOR:
             return result.contiguous()
         return _in_suggested_format(args[0], result) if func in _BY_FORMAT else result
+
+    def _looked_at(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What code is told of a traced tensor's value: as it is where it is known, else so that a check passes."""
+        try:
+            return func(*args)
+        except Exception:
+            answer = self.conditions.answer(args[0])
+            if answer is NotImplemented:
+                raise
+            return answer
 
     def _has_no_gradient(self, tensor: torch.Tensor) -> bool:
         return id(tensor) not in self._batch and self.known.has_no_gradient(tensor)
@@ -298,15 +279,13 @@ class Intercepts(TorchFunctionMode):
         """After a step, raise where any of ``invalid`` is true."""
         # A sum over samples, which can be made in microbatches; whether there are any cannot.
         line = "{}:{}".format(*user_frame())
-        self.validated.append((invalid.sum(), f"{function} was given {values}, at {line}"))
+        self.conditions.found.append((invalid.sum(), refusal(f"{function} was given {values}, at {line}")))
 
     def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check, ...]:
         """What is to be checked after a step."""
-        matrices = [functools.partial(_check_matrices, leaf(info), name, single) for info, name, single in self.checked]
-        return (
-            *matrices,
-            *(functools.partial(_check_arguments, leaf(n), said) for n, said in self.validated),
-        )
+        self.conditions.close()
+        matrices = [functools.partial(check_matrices, leaf(info), name, single) for info, name, single in self.checked]
+        return (*matrices, *(functools.partial(check_count, leaf(n), fail) for n, fail in self.conditions.found))
 
 
 def _name(func: Any) -> str:
@@ -382,7 +361,7 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _CHECK:
+        if func is CHECK_MATRICES:
             # Removed from the graph: on fake tensors there is nothing to check.
             self.found.append((args[0], args[1], bool((kwargs or {}).get("is_matrix"))))
             return None

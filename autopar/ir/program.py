@@ -193,7 +193,7 @@ class State:
         counted: paths of numbers that the call only counts on.
         observed: calls of recording hooks, see `autopar.capture.state.hooks`.
         computing: hooks that are part of the graph, see `autopar.capture.state.hooks`.
-        checks: of factorizations, see `autopar.capture.intercepts`.
+        checks: of values, see `autopar.capture.checks.after_step`.
         reads: what it asks about values of buffers, see `autopar.capture.state.known`: the graph serves calls with the
             same answers.
         constants: plain tensors among the attributes are constants of the graph, and not inputs like buffers.

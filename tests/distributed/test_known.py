@@ -1,4 +1,4 @@
-"""Code that looks at values of buffers chooses the same graph on two ranks; against eager."""
+"""Code that looks at values of buffers, or to raise, on two ranks; against eager."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from autopar.parallelize import parallelize
+from autopar.search.options import Search
+from tests.capture.test_checks import Check, Checked, batches, either, largest, outcome, two_of_which_both
 from tests.capture.test_known import Looks, require_equal, train
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
@@ -22,3 +24,34 @@ def test_answers_choose_the_graph(two_ranks: Ranks) -> None:
     expected = train(Looks())
     for found in two_ranks.run(on_ranks):
         require_equal(found, expected)
+
+
+CHECKS = largest, either, two_of_which_both
+
+
+def outcomes(rank: int, microbatches: int | None) -> list[tuple[str, str]]:
+    found = []
+    for check in CHECKS[: None if microbatches is None else 2]:
+        model = parallelize(
+            Checked(check),
+            mesh_of(2),
+            cluster=slow_devices(),
+            timeout=WAIT,
+            search=Search(pins={} if microbatches is None else {"microbatches": microbatches}),
+        )
+        # Where the batch is split, of two wrong labels one is on each rank.
+        found += [outcome(model, batch) for batch in batches().values()]
+    return found
+
+
+def expected(check: Check) -> list[tuple[str, str]]:
+    return [outcome(Checked(check), batch) for batch in batches().values()]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("microbatches", [None, 2])
+def test_checks_raise_on_all_ranks(two_ranks: Ranks, microbatches: int | None) -> None:
+    checks = CHECKS[: None if microbatches is None else 2]
+    for found in two_ranks.run(outcomes, microbatches):
+        kinds = [kind for check in checks for kind, _ in expected(check)]
+        assert [kind for kind, _ in found] == kinds, found
