@@ -60,6 +60,7 @@ from autopar._torch_compat.dtensor_handlers import (
 from autopar._torch_compat.interpreter import interpreted, interpreter_takes, interpreting, is_boxed, said_by_kernel
 from autopar._torch_compat.operators import (
     are_all_true,
+    asserts,
     attention_kernel,
     below_autograd,
     hooks_of_all_modules,
@@ -106,6 +107,7 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "are_all_true",
     "asks_subclasses",
+    "asserts",
     "assign_in_parametrizations",
     "associative_scan_as",
     "attention_kernel",

@@ -21,6 +21,9 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 is_all_true = torch._is_all_true
 """What `torch.distributions` asks of the values that it is given."""
 
+asserts = torch._assert
+"""Raises ``AssertionError`` where a tensor or a value is not true: a Python function of torch."""
+
 are_all_true = torch.Tensor._is_all_true
 """What ``torch._check_tensor_all`` asks of its condition, as a tensor."""
 

@@ -52,7 +52,7 @@ class Seen:
         observed: calls of hooks that record.
         computing: hooks that are part of the graph, each with what of its own state the graph does not depend on.
         counted_by_hooks: paths of numbers that a hook changes, by the hook's place.
-        checks: of factorizations.
+        checks: of values, after the step.
         reads: what it asks about values of buffers.
         stride_read: the user's line that reads strides.
         numbers: paths of numbers that the call changes.

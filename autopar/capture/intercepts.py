@@ -36,6 +36,7 @@ from autopar._torch_compat import (
     BatchNorm,
     TorchDispatchMode,
     are_all_true,
+    asserts,
     is_all_true,
     is_traced,
     is_transformed,
@@ -238,7 +239,7 @@ class Intercepts(TorchFunctionMode):
             _refuse_reading(name, args[0])
         if func in _READS_VALUES:
             return self._looked_at(func, args) if is_traced(args[0]) else _values(func, args, kwargs or {})
-        if func is torch._assert and isinstance(args[0], torch.Tensor) and is_traced(args[0]):
+        if func is asserts and isinstance(args[0], torch.Tensor) and is_traced(args[0]):
             return self.conditions.require(*args)
         if func in _ALL_TRUE and is_traced(args[0]):
             self._refuse(args[0].logical_not(), *_ALL_TRUE[func])

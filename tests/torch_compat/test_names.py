@@ -13,7 +13,7 @@ def test_every_name_has_a_contract() -> None:
         "BatchNorm", "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
         "StridedShard", "TensorMeta",
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "are_all_true",
-        "asks_subclasses",
+        "asks_subclasses", "asserts",
         "associative_scan_as", "attention_kernel",
         "below_autograd",
         "budget_partition",

@@ -88,6 +88,9 @@ def test_batch_norm_has_one_forward_for_all_dims() -> None:
 def test_distributions_ask_whether_all_values_are_valid() -> None:
     asked = []
 
+    class Own(torch.Tensor):
+        """As a traced tensor is."""
+
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             asked.append(func)
@@ -96,6 +99,8 @@ def test_distributions_ask_whether_all_values_are_valid() -> None:
     with Watch():
         torch.distributions.Normal(torch.zeros(2), torch.ones(2), validate_args=True).log_prob(torch.zeros(2))
         torch._check_tensor_all(torch.ones(2, dtype=torch.bool))
+        torch._assert(torch.ones((), dtype=torch.bool).as_subclass(Own), "")
+    assert asked.count(compat.asserts) == 1
     assert asked.count(compat.is_all_true) == 3
     assert asked.count(compat.are_all_true) == 1
 
