@@ -121,6 +121,16 @@ def warns(model: Checked, hidden: Tensor, labels: Tensor) -> None:
         warnings.warn(f"more than {WORDS}", RuntimeWarning, stacklevel=2)
 
 
+def numbers_of_python(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    if int(labels.max()) >= WORDS or not 0 <= int(labels.min()):
+        raise ValueError("out of range")
+
+
+def number_of_floats(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    if not float(labels.double().mean()) < 7:
+        raise AssertionError("too much")
+
+
 def by_torch(model: Checked, hidden: Tensor, labels: Tensor) -> None:
     torch._assert((labels >= 0).all(), "out of range")
 
@@ -133,6 +143,7 @@ class OwnError(Exception):
 CHECKS = (
     largest, both_asserted, asserted, either, joined, flagged, number, two_of_which_both, otherwise, chain, of_any,
     asked_by_function, written_between, mean_of_floats, warns, by_torch,
+    numbers_of_python, number_of_floats,
 )  # fmt: skip
 
 
@@ -165,6 +176,7 @@ def require_as_eager(model: nn.Module, check: Check, batches: dict[str, Any], wh
             assert found[1].startswith(expected[1]), (check, name, found)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_check_raises_after_the_step(check: Check) -> None:
     own = batches()
@@ -254,8 +266,22 @@ def all_of_some(model: Checked, hidden: Tensor, labels: Tensor) -> None:
         raise ValueError
 
 
-def numbers_of_python(model: Checked, hidden: Tensor, labels: Tensor) -> None:
-    if int(labels.max()) >= WORDS:
+def rounded(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    if int(hidden.sum()) >= WORDS:
+        raise ValueError
+
+
+def one_of_some(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    assert labels.max().item() in (WORDS - 2, WORDS - 1)
+
+
+def of_lists(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    if (labels.min().item(), 0) != (0, 0):
+        raise ValueError
+
+
+def chosen_ones(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    if any((part < 0).any() for part in labels.chunk(2) if part.sum() > 0):
         raise ValueError
 
 
@@ -264,7 +290,10 @@ def chosen(model: Checked, hidden: Tensor, labels: Tensor) -> None:
         raise ValueError
 
 
-REFUSED = caught, suppressed, computes, returns_first, kind_of_number, all_of_some, numbers_of_python, chosen
+REFUSED = (
+    caught, suppressed, computes, returns_first, kind_of_number, all_of_some, chosen, rounded, one_of_some, of_lists,
+    chosen_ones,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("check", REFUSED)

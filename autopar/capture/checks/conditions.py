@@ -19,7 +19,7 @@ _COMPARED = {
     "__ge__": "ge", "__gt__": "gt", "__le__": "le", "__lt__": "lt", "greater_equal": "ge", "greater": "gt",
     "less_equal": "le", "less": "lt", **{n: n for n in ("ge", "gt", "le", "lt")},
 }  # fmt: skip
-_NEGATED = {"ge": torch.lt, "gt": torch.le, "le": torch.gt, "lt": torch.ge}
+_ORDERS = frozenset(("ge", "gt", "le", "lt"))
 _GREATEST, _LEAST = frozenset(("max", "amax")), frozenset(("min", "amin"))
 _NOT = frozenset(("logical_not", "__invert__", "bitwise_not"))
 _JOINED = {
@@ -75,12 +75,17 @@ class Conditions:
         if self._closed or is_transformed(tensor) or tensor.numel() != 1:
             return NotImplemented
         if is_number_of_check(frame):
-            return tensor.detach().reshape(())
+            return self._number(tensor)
         check = find_check(frame)
         if check is None:
             return NotImplemented
         with torch.no_grad():
-            counts = self._counts(tensor.detach().reshape(()), not check.answer, tensor)
+            if check.compared is None:
+                counts = self._counts(tensor.detach().reshape(()), check.failing, tensor)
+            elif tensor.is_floating_point() and isinstance(check.answer, int):
+                return NotImplemented  # rounded
+            else:
+                counts = self._comparison(self._number(tensor), *check.compared, check.failing)
             for other, failing in check.beside:
                 value = other()
                 if not isinstance(value, torch.Tensor):
@@ -93,6 +98,24 @@ class Conditions:
                 counts = [torch.stack([c.any() for c in counts]).any().logical_and(joined)]
             self.found.append((torch.stack([c.sum() for c in counts]).sum(), check.fail))
         return check.answer
+
+    def _number(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A number that Python would have, as exact as it would be."""
+        found = tensor.detach().reshape(())
+        found = found.double() if found.is_floating_point() else found
+        if id(tensor) in self._made:
+            self._made[id(found)] = found, *self._made[id(tensor)][1:]
+        return found
+
+    def _comparison(self, value: torch.Tensor, name: str, other: Any, failing: bool) -> list[torch.Tensor]:
+        """Tensors of which nothing is true if a scalar that is compared with a number is not ``failing``."""
+        _, inner, whole = self._made.get(id(value), (None, "", ()))
+        # Where the largest one is too large, some are, and where it is not large enough, none is.
+        names = _GREATEST if (name in ("ge", "gt")) == failing else _LEAST
+        if name in _ORDERS and inner in names and len(whole) == 1 and not whole[0].is_floating_point():
+            value = whole[0]
+        found: torch.Tensor = getattr(torch, name)(value, other)
+        return [found if failing else found.logical_not()]
 
     def _counts(self, value: torch.Tensor, failing: bool, of: torch.Tensor) -> list[torch.Tensor]:
         """Tensors of which nothing is true if ``value`` is not ``failing``.
@@ -112,14 +135,7 @@ class Conditions:
             if name in _JOINED and _JOINED[name] == failing and all(_is_true(a) for a in args):
                 return [c for a in args for c in self._counts(a, failing, a)]
             if name in _COMPARED and not isinstance(args[1], torch.Tensor):
-                _, inner, whole = self._made.get(id(first), (None, "", ()))
-                compared = _COMPARED[name]
-                largest = compared in ("ge", "gt")
-                # Where the largest one is too large, some are, and where it is not large enough, none is.
-                names = _GREATEST if largest == failing else _LEAST
-                if inner in names and len(whole) == 1 and not whole[0].is_floating_point():
-                    found = getattr(torch, compared)(whole[0], args[1])
-                    return [found if failing else _NEGATED[compared](whole[0], args[1])]
+                return self._comparison(first, _COMPARED[name], args[1], failing)
         true = value if value.dtype == torch.bool else value.ne(0)
         return [true if failing else true.logical_not()]
 

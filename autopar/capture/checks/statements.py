@@ -11,6 +11,8 @@ import ast
 import dis
 import linecache
 import logging
+import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +40,9 @@ _PLAIN = (
 )  # fmt: skip
 """Of expressions: computing them twice, or where eager mode does not, changes nothing."""
 
+_OPERATORS = {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne"}
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+
 Span = tuple[int, int, int, int]
 
 
@@ -47,13 +52,17 @@ class FoundCheck:
 
     Attributes:
         fail: raises, warns or logs, as the code does where the check fails.
+        failing: what the value is where it fails.
         answer: what Python is told of the value, so that the check passes.
         beside: other values that have to be as given, too, or the check passes; computed when they are asked for.
+        compared: of a number that Python asks for, with what it is compared, and how: ``("ge", 16)``.
     """
 
     fail: Callable[[], None]
-    answer: bool
+    failing: bool
+    answer: bool | float
     beside: tuple[tuple[Callable[[], Any], bool], ...]
+    compared: tuple[str, float] | None = None
 
 
 def find_check(frame: FrameType) -> FoundCheck | None:
@@ -62,10 +71,17 @@ def find_check(frame: FrameType) -> FoundCheck | None:
     if found is None:
         return None
     calls = _calls(frame)
-    frame, path = found
-    statement, last = path[0], path[-1]
-    if calls and not any(_is_call(last, name) for name in ("bool", "any", "all")):
+    if not calls and not _asks_whether_true(frame):
         return None
+    frame, path = found
+    statement, compared = path[0], None
+    kind: type[int] | type[float] = float
+    if calls and not any(_is_call(path[-1], name) for name in ("bool", "any", "all")):
+        compared = _compared(path, Names(frame))
+        if compared is None:
+            return None
+        calls, kind, path = False, int if _is_call(path[-1], "int") else float, path[:-1]
+    last = path[-1]
     fails = _fails(statement, Names(frame))
     if fails is None or _is_caught(frame):
         return None
@@ -88,7 +104,13 @@ def find_check(frame: FrameType) -> FoundCheck | None:
             return None
     if isinstance(last, ast.Compare) and len(last.ops) > 1 and failing:
         return None  # all of a chain have to hold, and the next one is not known here
-    return FoundCheck(failure_of(frame, statement, told), not failing, tuple(beside))
+    fail = failure_of(frame, statement, told)
+    if compared is None:
+        return FoundCheck(fail, failing, not failing, tuple(beside))
+    name, other = compared
+    numbers = map(kind, (0, 1, other, other - 1, other + 1))
+    fine = next((n for n in numbers if bool(getattr(operator, name)(n, other)) != failing), None)
+    return None if fine is None else FoundCheck(fail, failing, fine, tuple(beside), compared)
 
 
 def is_number_of_check(frame: FrameType) -> bool:
@@ -107,7 +129,8 @@ def is_number_of_check(frame: FrameType) -> bool:
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or function is None:
         return False
     target = statement.targets[0]
-    if not isinstance(target, ast.Name) or last is not statement.value:
+    # A global would be read elsewhere.
+    if not isinstance(target, ast.Name) or last is not statement.value or target.id not in frame.f_code.co_varnames:
         return False
     checks = [s for s in ast.walk(function) if isinstance(s, ast.If | ast.Assert) and _fails(s, names) is not None]
     within = {id(n) for s in checks for part in _parts(s, names) for n in ast.walk(part)}
@@ -231,6 +254,27 @@ def _parts(statement: ast.stmt, names: Mapping[str, Any]) -> Iterator[ast.AST]:
 
 def _is_call(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+def _asks_whether_true(frame: FrameType) -> bool:
+    """Whether ``if``, ``not``, ``and`` or ``or`` runs; a comparison of lists, or ``in``, asks of their entries."""
+    name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return frame.f_code.co_name not in _NESTED and ("JUMP" in name or name in ("UNARY_NOT", "TO_BOOL"))
+
+
+def _compared(path: list[ast.AST], names: Mapping[str, Any]) -> tuple[str, float] | None:
+    """How the number of ``int(value)`` or ``float(value)`` is compared, and with which; None: otherwise."""
+    call, compare = path[-1], path[-2]
+    if not (_is_call(call, "int") or _is_call(call, "float")) or not isinstance(compare, ast.Compare):
+        return None
+    name = _OPERATORS.get(type(compare.ops[0]))
+    is_left = compare.left is call
+    sides = [compare.left, *compare.comparators]
+    if name is None or len(sides) != 2 or call not in sides or not _is_plain(other := sides[is_left]):
+        return None
+    value = value_of(other, names)
+    known = isinstance(value, int | float) and math.isfinite(value)
+    return (name if is_left else _MIRRORED[name], value) if known else None
 
 
 def _calls(frame: FrameType) -> bool:
