@@ -63,7 +63,8 @@ class PaddedCopy:
     Attributes:
         made: the copy of each node.
         padding: padded dims of each value, as its operator makes it.
-        holds: padded dims of each node of the copy that is an argument.
+        holds: padded dims of each argument, and of the node of the copy that it is there. Several values may be one
+            node: a slice that leaves out a row is the longer tensor, which has a row more that is no padding.
         forms: the nodes of the copy that are a value with some of its dims padded.
         masks: the nodes that say which elements of a dim are padding, by its place and dims after it.
     """
@@ -73,7 +74,7 @@ class PaddedCopy:
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
         self.padding: dict[Value, Fills] = {}
-        self.holds: dict[fx.Node, Fills] = {}
+        self.holds: dict[tuple[fx.Node, fx.Node], Fills] = {}
         self.forms: dict[Any, fx.Node] = {}
         self.masks: dict[tuple[Place, int], fx.Node] = {}
         # Fake tensors of one mode only can meet in an operator.
@@ -243,8 +244,8 @@ class PaddedCopy:
         if node.target is aten.full.default:
             return 0.0 if node.args[1] == 0 else None
         held = [
-            self.holds[value].get(d)
-            for value, dims in zip(values, rule.inputs, strict=True)
+            self.holds[argument, value].get(d)
+            for argument, value, dims in zip(tensor_arguments(node), values, rule.inputs, strict=True)
             for d, group in enumerate(dims)
             if letter in group
         ]
@@ -272,7 +273,7 @@ class PaddedCopy:
                 made = self.call(user, aten.masked_fill.Scalar, made, mask, fill)
                 # Likewise: where two paddings meet, the later fill stands.
                 holds = {k: h if h == fill else None for k, h in holds.items()} | {d: fill}
-        self.holds[made] = holds
+        self.holds[value, made] = holds
         self.forms[key] = made
         return made
 

@@ -192,7 +192,7 @@ class _Copy(PaddedCopy):
             made = self._instead(value, value.target, (before_it, *own[1:]))
             if user is not value:
                 inherit_origin(made, user)
-            self.forms[key], self.holds[made] = made, {}
+            self.forms[key], self.holds[value, made] = made, {}
         native = self.padding.get((value, 0), {}) if value.target in _VIEWS else {}
         if key in self.forms or not native or wanted.keys() != native.keys():
             return super().with_padding(value, wanted, user)
@@ -212,7 +212,7 @@ class _Copy(PaddedCopy):
         args = (self.with_padding(source, before, user), *self.made[value].args[1:])
         made = self._instead(self.made[value], value.target, args)
         inherit_origin(made, user)
-        self.holds[made] = wanted
+        self.holds[value, made] = wanted
         self.forms[key] = made
         return made
 
@@ -259,7 +259,7 @@ class _Copy(PaddedCopy):
         if move.fill is not None and in_vain:
             wanted[move.dim] = move.fill
         made = self.with_padding(source, wanted, node)
-        held, fill = self.holds.get(made, {}), 0 if move.fill is None else move.fill
+        held, fill = self.holds[source, made], 0 if move.fill is None else move.fill
         rest = after.longer - before.longer - move.by
         if move.by or rest:
             target: Any = aten.constant_pad_nd.default
@@ -283,7 +283,7 @@ class _Copy(PaddedCopy):
         made = self.with_padding(args[0], dict(self.padding[self.program.sources[node][0]]), node)
         size = args[0].meta["val"].shape[args[1]]
         self.made[node] = self._instead(node, node.target, (made, args[1], args[2] % size))
-        others = {d: h for d, h in self.holds[made].items() if d != args[1]}
+        others = {d: h for d, h in self.holds[args[0], made].items() if d != args[1]}
         self.padding[node, 0] = {d - (d > args[1]): h for d, h in others.items()}
 
     def _sees_all(self, node: fx.Node) -> bool:

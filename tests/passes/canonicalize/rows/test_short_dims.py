@@ -153,6 +153,17 @@ def test_tokens_and_one_more_are_cut(length: int, dims: set[int]) -> None:
     assert {size for n in made for size in n.meta["val"].shape if size > 12} - {24} == dims
 
 
+def test_rows_and_channels_of_one_tensor_get_shorter() -> None:
+    """Both are the longer tensor with another dim padded, which was taken for padded in both."""
+
+    def integrals(model: Tokens, tokens: Tensor, x: Tensor) -> Tensor:
+        places = model.norm.weight.cumsum(0)
+        return torch.trapezoid(x, places).square().mean() + torch.cumulative_trapezoid(x, dim=1).square().mean()
+
+    report = verify(Tokens(integrals), (tokens_of(2, 16),), {"a": 2, "b": 2}, plan="random")
+    assert report.max_error < 1e-10
+
+
 def test_results_are_in_the_memory_in_which_they_were() -> None:
     def function(model: Tokens, tokens: Tensor, x: Tensor) -> Any:
         return cross_entropy(model.head(x[:, :-1]), tokens[:, 1:]), x, x[:, 1:], tokens[:, 1:]
