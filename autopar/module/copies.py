@@ -110,7 +110,10 @@ def _adapters_to_save(
     chosen: list[torch.Tensor] = []
     for adapter in given.get("selected_adapters") or model.peft_config:
         asked = {"adapter_name": adapter, "save_embedding_layers": given.get("save_embedding_layers", "auto")}
-        chosen += library.get_peft_model_state_dict(model, state_dict=dict(stand_ins), **asked).values()
+        try:
+            chosen += library.get_peft_model_state_dict(model, state_dict=dict(stand_ins), **asked).values()
+        except RuntimeError:  # it looks at values, as AdaLoRA does where it leaves out ranks
+            return None
     names = {id(stand_in): n for n, stand_in in stand_ins.items()}
     if any(id(tensor) not in names for tensor in chosen):  # made of others
         return None
