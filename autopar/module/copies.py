@@ -106,6 +106,8 @@ def _adapters_to_save(
     given = inspect.signature(method).bind(*args, **kwargs).arguments
     if given.get("path_initial_model_for_weight_conversion") is not None:  # it computes with what it saves
         return None
+    if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+        return None  # what it saves it computes by the prompt's encoder: of DTensors on rank 0 alone, others would wait
     stand_ins = {n: torch.empty(v.shape, dtype=v.dtype, device="meta") for n, v in model.state_dict().items()}
     chosen: list[torch.Tensor] = []
     for adapter in given.get("selected_adapters") or model.peft_config:

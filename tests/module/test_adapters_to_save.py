@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def by_values(state: State) -> State:
 class Adapted(nn.Module):
     """A base with an adapter, which is saved alone."""
 
-    peft_config = ("default",)
+    peft_config: ClassVar[dict[str, Any]] = {"default": SimpleNamespace(is_prompt_learning=False)}
 
     def __init__(self, choose: Callable[[State], State]) -> None:
         super().__init__()
@@ -59,3 +59,18 @@ def test_what_is_saved(choose: Callable[[State], State], tmp_path: Path, monkeyp
     copies.save(model, "save_pretrained", model._autopar.original.save_pretrained, str(tmp_path))
     found, expected = torch.load(tmp_path / "adapter.pt"), choose(Adapted(choose).state_dict())
     assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+
+
+def test_prompts_are_not_computed_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt tuning calls its encoder, whose parameters are on the mesh: rank 0 alone would wait for the others."""
+
+    def computed(*_: Any, **__: Any) -> State:
+        raise AssertionError("called on one rank")
+
+    class Prompted(Adapted):
+        peft_config: ClassVar[dict[str, Any]] = {"default": SimpleNamespace(is_prompt_learning=True)}
+
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(PeftModel=Prompted, get_peft_model_state_dict=computed))
+    model: Any = parallelize(Prompted(by_name), None, (torch.ones(2, 4),))
+    copies.save(model, "save_pretrained", model._autopar.original.save_pretrained, str(tmp_path))
+    assert set(torch.load(tmp_path / "adapter.pt")) == {"adapter.weight", "adapter.bias"}
