@@ -16,7 +16,7 @@ out its part. So `num_processes`, by which scripts multiply batch sizes and divi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from autopar.integrations.whole_batches import (
     WholeModel,
     WholeOptimizer,
+    WholeState,
     attributes,
     gather_outputs_without_loss,
     parallel_inside,
@@ -130,6 +131,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """All inputs: a model spans all processes, which are given the same."""
         yield inputs
 
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Nothing to join where a model is parallelized: all processes have the same batches."""
+        if any(parallel_inside(m) is not None for m in joinables):
+            yield
+            return
+        with super().join_uneven_inputs(joinables, even_batches):
+            yield
+
     def check_trigger(self) -> bool:
         """Whether any process has called ``set_trigger``; every rank calls it."""
         own = super().check_trigger()
@@ -181,7 +191,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Rank 0 has the whole model and optimizer state in host memory for that. Where it is too large, write
         `autopar.checkpoint.save` instead.
         """
-        with attributes(self, _optimizers=self._whole_optimizers()):
+        with attributes(self, _optimizers=self._whole_optimizers(), _custom_objects=self._whole_objects()):
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(
@@ -190,12 +200,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Load what `save_state` has saved, on any number of ranks, this class or accelerate's; every rank calls it."""
         kwargs.setdefault("map_location", "cpu")  # of which each rank takes its part to its device
         models = [WholeModel(m) if isinstance(m, ParallelModule) else m for m in self._models]
-        with attributes(self, _models=models, _optimizers=self._whole_optimizers()):
+        hooks = {key: _with_own_models(hook) for key, hook in self._load_model_state_pre_hook.items()}
+        replaced = dict(_models=models, _optimizers=self._whole_optimizers(), _custom_objects=self._whole_objects())
+        with attributes(self, **replaced, _load_model_state_pre_hook=hooks):
             super().load_state(input_dir, load_kwargs, **kwargs)
         for model in self._parallel()[:1]:
             # Ranks beyond those that saved have found nothing of their own.
             take_random_numbers_of_rank_0(model._autopar.context)
             self.step = model._autopar.context.decide(lambda: self.step, "the count of accumulated batches")
+
+    def _whole_objects(self) -> list[Any]:
+        """What `register_for_checkpointing` was given, with whole states: averages of parameters are on the mesh."""
+        return [WholeState(o) for o in self._custom_objects]
 
     def _parallel(self) -> list[ParallelModule]:
         return [found for m in self._models if (found := parallel_inside(m)) is not None]
@@ -207,6 +223,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             owner = [m for m in self._parallel() if own & {id(p) for p in m.parameters()}]
             found.append(WholeOptimizer(owner[0], optimizer) if owner else optimizer)
         return found
+
+
+def _with_own_models(hook: Callable[[list[Any], str], None]) -> Callable[[list[Any], str], None]:
+    """A hook of ``register_load_state_pre_hook``, which loads the script's models and takes these from the list."""
+
+    def called(models: list[Any], folder: str) -> None:
+        stand_ins = {id(m.parallel): m for m in models if isinstance(m, WholeModel)}
+        own = [m.parallel if isinstance(m, WholeModel) else m for m in models]
+        hook(own, folder)
+        models[:] = [stand_ins.get(id(m), m) for m in own]
+
+    return called
 
 
 def refuse_other_distribution(accelerator: Any) -> None:

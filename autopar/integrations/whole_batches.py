@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar import checkpoint
 from autopar.module.parallel_module import ParallelModule
@@ -74,6 +75,11 @@ class WholeModel(nn.Module):
         super().__init__()
         self._of = (model,)  # in a tuple: no submodule
 
+    @property
+    def parallel(self) -> ParallelModule:
+        """The parallel module."""
+        return self._of[0]
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole; every rank calls it."""
         return self._of[0].full_state_dict()
@@ -96,6 +102,39 @@ class WholeOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """From whole tensors."""
         checkpoint.load_full_optimizer_state_dict(self._model, self._optimizer, state)
+
+
+class WholeState:
+    """What a script has beside its models, such as averages of parameters, with a whole state to read and write."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def state_dict(self) -> Any:
+        """Whole plain tensors; every rank calls it."""
+        return whole(self._of.state_dict())
+
+    def load_state_dict(self, state: Any) -> None:
+        """From whole tensors, each of which is put where the object has one on the mesh; every rank calls it."""
+        # Modules take whole tensors; an object of another kind may keep what it is given.
+        self._of.load_state_dict(state if isinstance(self._of, nn.Module) else _placed(state, self._of.state_dict()))
+
+
+def _placed(state: Any, own: Any) -> Any:
+    """The same nested lists, tuples and mappings; a plain tensor in the layout of the one that ``own`` has there."""
+    if isinstance(own, DTensor) and isinstance(state, torch.Tensor):
+        if isinstance(state, DTensor) or state.shape != own.shape:
+            return state
+        with torch.no_grad():
+            placed = own.detach().to(state.dtype, copy=True)
+            plain, mesh = state.to(placed.device), own.device_mesh
+            placed.copy_(DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False))
+        return placed
+    if isinstance(own, Mapping) and isinstance(state, dict):
+        return {k: _placed(v, own.get(k)) for k, v in state.items()}
+    if isinstance(own, list | tuple) and type(state) in (list, tuple) and len(own) == len(state):
+        return type(state)(map(_placed, state, own))
+    return state
 
 
 @contextlib.contextmanager

@@ -106,11 +106,16 @@ def _adapters_to_save(
     given = inspect.signature(method).bind(*args, **kwargs).arguments
     if given.get("path_initial_model_for_weight_conversion") is not None:  # it computes with what it saves
         return None
+    if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+        return None  # what it saves it computes by the prompt's encoder: of DTensors on rank 0 alone, others would wait
     stand_ins = {n: torch.empty(v.shape, dtype=v.dtype, device="meta") for n, v in model.state_dict().items()}
     chosen: list[torch.Tensor] = []
     for adapter in given.get("selected_adapters") or model.peft_config:
         asked = {"adapter_name": adapter, "save_embedding_layers": given.get("save_embedding_layers", "auto")}
-        chosen += library.get_peft_model_state_dict(model, state_dict=dict(stand_ins), **asked).values()
+        try:
+            chosen += library.get_peft_model_state_dict(model, state_dict=dict(stand_ins), **asked).values()
+        except RuntimeError:  # it looks at values, as AdaLoRA does where it leaves out ranks
+            return None
     names = {id(stand_in): n for n, stand_in in stand_ins.items()}
     if any(id(tensor) not in names for tensor in chosen):  # made of others
         return None

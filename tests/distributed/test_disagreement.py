@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,21 @@ def test_disagreements(two_ranks: Ranks) -> None:
         assert "torch.manual_seed" in weights
         assert other.startswith("CaptureError" if rank == 1 else "RankError: rank 1 failed")
         assert "memory" in memory
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_loop_over_a_set_of_strings(seed: int) -> None:
+    """It is in another order in each process, whose hashes differ, as PEFT's over ``adapter_names``."""
+    from types import SimpleNamespace
+
+    from autopar.errors import RankError
+    from autopar.runtime.agreement.same_program import require_same_program
+
+    context: Any = SimpleNamespace(gather=lambda own, what: [own, (own[0], "f1", own[2], own[3] + seed)])
+    program: Any = SimpleNamespace(fingerprint="f0")
+    with pytest.raises(RankError, match="the captured model differs: rank 1 has f1") as error:
+        require_same_program(program, [([4, 8], torch.float32)], "weights", context)
+    assert ("PYTHONHASHSEED=0" in str(error.value)) == (seed == 1)
 
 
 def left_out(rank: int, recipe: str) -> list[str]:

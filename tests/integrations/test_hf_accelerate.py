@@ -138,6 +138,73 @@ def test_what_is_asked_of_processes(two: Ranks) -> None:
         assert apart < TOLERANCE
 
 
+class Shadow:
+    """An average of parameters in a list, as diffusers' ``EMAModel`` keeps it."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.average, self.steps = [p.detach().clone() for p in parameters], 0
+
+    def step(self, parameters: Any) -> None:
+        self.steps += 1
+        for average, parameter in zip(self.average, parameters, strict=True):
+            average.sub_(0.5 * (average - parameter.detach()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average, self.steps = state["average"], state["steps"]
+
+
+def averaged(rank: int, count: int, folder: str, resume: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and averages at the end: a module's and a list, which are saved and loaded with the run."""
+    import accelerate
+
+    from autopar import Search, parallelize
+    from autopar.integrations import hf_accelerate
+
+    with launched(rank, count):
+        accelerator: Any = (hf_accelerate.Accelerator if count > 1 else accelerate.Accelerator)(cpu=True)
+        model: Any = mlp()
+        if count > 1:
+            given = dict(cluster=slow_devices(), search=Search(recipe="fsdp"), timeout=WAIT)
+            model = parallelize(model, mesh_of(count), mlp_batch(0, 4), **given)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        average, shadow = torch.optim.swa_utils.AveragedModel(model), Shadow(model.parameters())
+        accelerator.register_for_checkpointing(average, shadow)
+        seen: list[Any] = []
+        accelerator.register_load_state_pre_hook(lambda models, folder: seen.append(models[0] is model))
+        if resume:
+            accelerator.load_state(folder)
+            assert seen == [True]
+        losses = []
+        for step in range(2):
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                loss = model(**mlp_batch(step, 4))["loss"]
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+            shadow.step(model.parameters())
+            losses.append(float(loss))
+        if not resume:
+            accelerator.save_state(folder)
+        found = dict(average.module.named_parameters()) | {str(i): t for i, t in enumerate(shadow.average)}
+        whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
+        assert shadow.steps == (4 if resume else 2)
+        return losses, {n: t.detach().clone() for n, t in whole.items()}
+
+
+@pytest.mark.slow
+def test_averages_are_saved_with_the_run(two: Ranks, tmp_path: Path) -> None:
+    for resume in (False, True):
+        expected = averaged(0, 1, str(tmp_path / "plain"), resume)
+        for found in two.run(averaged, 2, str(tmp_path / "ranks"), resume):
+            require_equal(found, expected)
+    require_equal(averaged(0, 1, str(tmp_path / "ranks"), True), expected)
+
+
 def test_what_does_not_go_together(four: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RanksError, match="dispatch_batches lets accelerate distribute"):
         from accelerate import DataLoaderConfiguration

@@ -30,12 +30,19 @@ def require_same_program(
     """
     shapes = str([(list(shape), str(dtype)) for shape, dtype in batch])
     every_rank = context.gather(
-        (shapes, program.fingerprint, weights), "the shapes of the batch (do all ranks see a new one?)"
+        (shapes, program.fingerprint, weights, hash("a")), "the shapes of the batch (do all ranks see a new one?)"
     )
+    model = "build the same model, in the same mode, on every rank"
+    if len({values[3] for values in every_rank}) > 1:
+        # A model that is otherwise the same has its operators in the order of `set(adapter_names)`, say.
+        model += (
+            "; a loop over a set of strings in forward (PEFT's adapter_names=) is in another order in each process: "
+            "set PYTHONHASHSEED=0 in the environment of all ranks, or loop over sorted(names)"
+        )
     # In this order: other shapes make another fingerprint.
     remedies = (
         ("the global shape of the batch", "pass tensors of equal shapes on every rank (drop_last=True for a sampler)"),
-        ("the captured model", "build the same model, in the same mode, on every rank"),
+        ("the captured model", model),
         ("the parameters' values", "call torch.manual_seed with the same seed on every rank, or load the same weights"),
     )
     for i, (what, remedy) in enumerate(remedies):
