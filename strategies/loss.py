@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autopar.ir.ops import cross_entropy as ours
+from autopar.ir.ops.sequence.ctc import ctc, ctc_backward
 from autopar.rules.rule import Lowering, Padding, Rule, Spec, letters, rule
 
 aten = torch.ops.aten
@@ -139,3 +140,17 @@ def cross_entropy_backward(
         lower={own: Lowering(_backward(own), together=True)},
         padded={own: Padding((None, -math.inf), 0.0)},
     )
+
+
+@rule(ctc)
+def ctc_(log_probs: Spec, targets: Spec, lengths: Spec, target_lengths: Spec, blank: int, zero_infinity: bool) -> Rule:
+    """Samples are apart; each is a recurrence along its time and targets."""
+    return Rule("tnc,ns,n,n->n", blocked="tcs")
+
+
+@rule(ctc_backward)
+def ctc_backward_(
+    grad: Spec, log_probs: Spec, targets: Spec, lengths: Spec, target_lengths: Spec, blank: int, zero_infinity: bool
+) -> Rule:
+    """Likewise."""
+    return Rule("n,tnc,ns,n,n->tnc", blocked="tcs", linear=((0,),))

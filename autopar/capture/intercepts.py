@@ -46,7 +46,8 @@ from autopar._torch_compat import (
     without_modes,
 )
 from autopar.capture.checks.after_step import CHECK_MATRICES, Check, check_count, check_matrices, refusal
-from autopar.capture.checks.conditions import Conditions
+from autopar.capture.checks.conditions import Conditions, calling_frame
+from autopar.capture.checks.statements import is_argument_of
 from autopar.capture.functions.drawing import DRAWING, drawn
 from autopar.capture.functions.formulas import BY_FORMULA, CHECKED, checked_matrices
 from autopar.capture.functions.kinds import is_leaf
@@ -56,6 +57,7 @@ from autopar.capture.state.known import KnownValues
 from autopar.capture.state.on_mesh import is_on_mesh
 from autopar.capture.state.slots import VIEW_OF
 from autopar.errors import CaptureError
+from autopar.ir.ops.sequence.ctc import in_front
 from autopar.ir.ops.sequence.flex_attention import by_parts
 from autopar.ir.ops.sequence.linear_scan import by_operator
 from autopar.ir.signature import pytree
@@ -80,6 +82,8 @@ _READS_STRIDES = frozenset(
     }
 )
 """Functions whose result depends on a tensor's strides."""
+
+_SELECTS = frozenset({torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__})
 
 _TEXTS = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
 """Functions that make a text of a tensor."""
@@ -239,6 +243,8 @@ class Intercepts(TorchFunctionMode):
             _refuse_reading(name, args[0])
         if func in _READS_VALUES:
             return self._looked_at(func, args) if is_traced(args[0]) else _values(func, args, kwargs or {})
+        if func in _SELECTS and len(args) == 2 and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
+            return _selected(func, args)
         if func is asserts and isinstance(args[0], torch.Tensor) and is_traced(args[0]):
             return self.conditions.require(*args)
         if func in _ALL_TRUE and is_traced(args[0]):
@@ -299,6 +305,16 @@ def _refuse_reading(name: str, tensor: Any) -> None:
     if (line := _own_line()) and isinstance(tensor, torch.Tensor) and is_traced(tensor):
         what, instead = _READS_MORE[name]
         raise CaptureError(f"the model {what} ({name}) at {line}, which no graph has; {instead}")
+
+
+def _selected(func: Any, args: Any) -> Any:
+    """What a mask selects; where that depends on values, as `ctc_loss` takes it, and nothing else does."""
+    try:
+        return func(*args)
+    except Exception:
+        if not is_argument_of(calling_frame(), "ctc_loss"):
+            raise
+        return in_front(*args)
 
 
 def _values(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,14 +1,17 @@
-"""Code that looks at values of buffers, or to raise, on two ranks; against eager."""
+"""Code that looks at values of buffers, or to raise, and losses by lengths, on two ranks; against eager."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 from autopar.parallelize import parallelize
 from autopar.search.options import Search
 from tests.capture.test_checks import Check, Checked, batches, either, largest, outcome, two_of_which_both
+from tests.capture.test_ctc import Speech, selected
+from tests.capture.test_ctc import batch as speech_batch
 from tests.capture.test_known import Looks, require_equal, train
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
@@ -55,3 +58,24 @@ def test_checks_raise_on_all_ranks(two_ranks: Ranks, microbatches: int | None) -
     for found in two_ranks.run(outcomes, microbatches):
         kinds = [kind for check in checks for kind, _ in expected(check)]
         assert [kind for kind, _ in found] == kinds, found
+
+
+def speech(rank: int | None) -> list[Any]:
+    model, batch = Speech(selected), speech_batch()
+    if rank is not None:
+        model = parallelize(model, mesh_of(2), cluster=slow_devices(), search=Search(recipe="fsdp"), timeout=WAIT)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    found = []
+    for _ in range(3):
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.distributed
+def test_ctc_losses_on_ranks(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(speech):
+        assert found == pytest.approx(speech(None), rel=1e-10)

@@ -268,6 +268,14 @@ def softmax() -> Iterator[Sample]:
         total = logits.logsumexp(-1, keepdim=True)
         backward = torch.ops.autopar.cross_entropy_backward.default
         yield call(backward, x(*shape[:-1], 1), logits, target, total, None, torch.float64)
+    spoken = (
+        2 * x(12, 4, 6).log_softmax(-1),
+        1 + integer(5, 4, 3),
+        torch.tensor([12, 8, 12, 2]),
+        torch.tensor([3, 2, 1, 3]),
+    )
+    yield call(torch.ops.autopar.ctc.default, *spoken, 0, True)
+    yield call(torch.ops.autopar.ctc_backward.default, x(4), *spoken, 0, True)
     yield call(aten._safe_softmax.default, x(2, 4).masked_fill(boolean(2, 1), -torch.inf), 1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ _KEPT = frozenset(("any", "all", *_GREATEST, *_LEAST, *_NOT, *_JOINED, *_COMPARE
 
 
 _BETWEEN = ("autopar.capture.", "torch._subclasses.")
+
+
+def calling_frame() -> FrameType:
+    """Whose code calls torch: also through torch's own way from a traced tensor's `bool()` to its `item()`."""
+    frame = sys._getframe(1)
+    while str(frame.f_globals.get("__name__", "")).startswith(_BETWEEN) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 class Conditions:
@@ -68,10 +77,7 @@ class Conditions:
 
     def answer(self, tensor: torch.Tensor) -> Any:
         """What code is told that looks at a value of the batch or a parameter; `NotImplemented`: more depends on it."""
-        frame = sys._getframe(1)
-        # Also through torch's own way from a traced tensor's `bool()` to its `item()`.
-        while str(frame.f_globals.get("__name__", "")).startswith(_BETWEEN) and frame.f_back is not None:
-            frame = frame.f_back
+        frame = calling_frame()
         if self._closed or is_transformed(tensor) or tensor.numel() != 1:
             return NotImplemented
         if is_number_of_check(frame):

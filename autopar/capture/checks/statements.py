@@ -71,7 +71,7 @@ def find_check(frame: FrameType) -> FoundCheck | None:
     if found is None:
         return None
     calls = _calls(frame)
-    if not calls and not _asks_whether_true(frame):
+    if not calls and (frame.f_code.co_name in _NESTED or not _is_test(frame)):
         return None
     frame, path = found
     statement, compared = path[0], None
@@ -138,6 +138,21 @@ def is_number_of_check(frame: FrameType) -> bool:
     return all(id(n) in within and isinstance(n.ctx, ast.Load) for n in uses) and bool(uses)
 
 
+def is_argument_of(frame: FrameType, name: str) -> bool:
+    """Whether what ``frame`` assigns to a name, or passes on, is only given to functions called ``name``."""
+    found = _located(frame, anywhere=True)
+    function = None if found is None else _function(found[0])
+    if found is None or function is None or not isinstance(found[1][0], ast.Assign) or len(found[1]) != 2:
+        return False
+    (target,) = found[1][0].targets
+    if not isinstance(target, ast.Name) or target.id not in found[0].f_code.co_varnames:
+        return False
+    calls = [n for n in ast.walk(function) if isinstance(n, ast.Call) and ast.unparse(n.func).split(".")[-1] == name]
+    given = {id(a) for c in calls for a in (*c.args, *(k.value for k in c.keywords))}
+    uses = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
+    return bool(uses) and all(id(n) in given for n in uses)
+
+
 def _located(frame: FrameType, anywhere: bool = False) -> tuple[FrameType, list[ast.AST]] | None:
     """The function's frame, and the way from its statement, by the test, to the expression that runs.
 
@@ -180,7 +195,7 @@ def _span(frame: FrameType) -> Span | None:
     """Lines and columns of the expression that is called, or whose value is asked for."""
     code, at = frame.f_code, frame.f_lasti
     # A jump may have the position of the whole statement: what it asks for has been computed right before.
-    while not _calls(frame) and (at := at - 2) > 0 and dis.opname[code.co_code[at]] == "CACHE":
+    while _is_test(frame) and (at := at - 2) > 0 and dis.opname[code.co_code[at]] == "CACHE":
         pass
     line, last, column, end = list(code.co_positions())[at // 2]
     return None if line is None or last is None or column is None or end is None else (line, last, column, end)
@@ -256,10 +271,10 @@ def _is_call(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
-def _asks_whether_true(frame: FrameType) -> bool:
+def _is_test(frame: FrameType) -> bool:
     """Whether ``if``, ``not``, ``and`` or ``or`` runs; a comparison of lists, or ``in``, asks of their entries."""
     name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-    return frame.f_code.co_name not in _NESTED and ("JUMP" in name or name in ("UNARY_NOT", "TO_BOOL"))
+    return "JUMP" in name or name in ("UNARY_NOT", "TO_BOOL")
 
 
 def _compared(path: list[ast.AST], names: Mapping[str, Any]) -> tuple[str, float] | None:

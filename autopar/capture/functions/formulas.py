@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from autopar._torch_compat import is_transformed
 from autopar.capture.functions.windows import unfold
+from autopar.ir.ops.sequence.ctc import ctc_loss, torchs_ctc_loss
 
 Refuse = Callable[[torch.Tensor, str, str], None]
 """Checks that nothing of a tensor is true, given it, the function and its name of such values."""
@@ -370,6 +371,8 @@ BY_FORMULA: dict[Any, Callable[..., Any]] = {
     torch.rms_norm: rms_norm,
     functional.multilabel_margin_loss: multilabel_margin_loss,
     functional.embedding_bag: embedding_bag,
+    functional.ctc_loss: ctc_loss,
+    torch.ctc_loss: torchs_ctc_loss,
     torch.cov: cov,
     torch.Tensor.cov: cov,
     torch.corrcoef: corrcoef,

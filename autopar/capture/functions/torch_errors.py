@@ -88,8 +88,6 @@ _OF_EXPERTS = re.compile(r"[Ee]xpert|M[oO]E|Moe|\bmoe")
 _REMEDIES = {
     "pack_padded_sequence": _PACKED,
     "pack_sequence": _PACKED,
-    "ctc_loss": "return the log-probabilities and compute ctc_loss outside of the model, of what "
-    'parallelize(..., outputs="whole") returns; or ',
     "lstsq": "solve the normal equations, torch.linalg.solve(a.mT @ a, a.mT @ b), or use torch.linalg.pinv(a) @ b; or ",
     "repeat_interleave": "pass output_size=, the sum of the repeats; or ",
     "bincount": "count with one_hot(values, n).sum(0), or with index_add; or ",
