@@ -218,8 +218,11 @@ class Intercepts(TorchFunctionMode):
         if kwargs and kwargs.get("generator", func) is None:
             # torch has an overload of its own for it, which draws the same.
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        if kwargs and "out" in kwargs:
+            self.conditions.forget()
         # The name first: this runs at every call of torch, and names compare faster than descriptors.
         if func.__name__ == "__set__" and func == _SET_DATA:
+            self.conditions.forget()
             return _set_data(args[0], args[1], self._memory)
         # That of a tensor that the call makes ends with it, as where forward has an optimizer of its own.
         lasts = func.__name__ == "__set__" and func == _SET_GRAD and id(args[0]) in self._lasting

@@ -131,6 +131,21 @@ def number_of_floats(model: Checked, hidden: Tensor, labels: Tensor) -> None:
         raise AssertionError("too much")
 
 
+def both_numbers(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    least = labels.min().item()
+    if least + 1 < 1 and labels.max().item() >= WORDS:
+        raise ValueError("too little and too much")
+
+
+def with_its_category(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    if not (labels < WORDS).all():
+        warnings.warn("too much", category=RuntimeWarning, stacklevel=2)
+
+
+def recomputed(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    torch.utils.checkpoint.checkpoint(lambda h: either(model, h, labels) or h, hidden, use_reentrant=False)
+
+
 def by_torch(model: Checked, hidden: Tensor, labels: Tensor) -> None:
     torch._assert((labels >= 0).all(), "out of range")
 
@@ -143,7 +158,7 @@ class OwnError(Exception):
 CHECKS = (
     largest, both_asserted, asserted, either, joined, flagged, number, two_of_which_both, otherwise, chain, of_any,
     asked_by_function, written_between, mean_of_floats, warns, by_torch,
-    numbers_of_python, number_of_floats,
+    numbers_of_python, number_of_floats, both_numbers, with_its_category, recomputed,
 )  # fmt: skip
 
 
@@ -275,6 +290,34 @@ def one_of_some(model: Checked, hidden: Tensor, labels: Tensor) -> None:
     assert labels.max().item() in (WORDS - 2, WORDS - 1)
 
 
+def in_a_set(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    if labels.max().item() in {WORDS, WORDS + 1}:
+        raise ValueError
+
+
+def named_in_a_set(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    most = labels.max().item()
+    if most in {WORDS, WORDS + 1}:
+        raise ValueError
+
+
+def is_wrong(number: object) -> bool:
+    return isinstance(number, int) and number > WORDS
+
+
+def passed_on(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    most = labels.max().item()
+    if is_wrong(most):
+        raise ValueError
+
+
+def another_error(model: Checked, hidden: Tensor, labels: Tensor) -> None:
+    try:
+        largest(model, hidden, labels)
+    except ValueError as e:
+        raise RuntimeError from e
+
+
 def of_lists(model: Checked, hidden: Tensor, labels: Tensor) -> None:
     if (labels.min().item(), 0) != (0, 0):
         raise ValueError
@@ -292,7 +335,7 @@ def chosen(model: Checked, hidden: Tensor, labels: Tensor) -> None:
 
 REFUSED = (
     caught, suppressed, computes, returns_first, kind_of_number, all_of_some, chosen, rounded, one_of_some, of_lists,
-    chosen_ones,
+    chosen_ones, in_a_set, named_in_a_set, passed_on, another_error,
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -52,7 +53,18 @@ def evaluate(expression: ast.AST, names: Mapping[str, Any]) -> Any:
         value = evaluate(expression.operand, names)
         return value.logical_not() if isinstance(value, torch.Tensor) else not value
     assert isinstance(expression, ast.expr)
-    return eval(compile(ast.Expression(expression), "<check>", "eval"), dict(names))
+    made = ast.fix_missing_locations(_Tensors().visit(copy.deepcopy(expression)))
+    return eval(compile(ast.Expression(made), "<check>", "eval"), dict(names))
+
+
+class _Tensors(ast.NodeTransformer):
+    """With tensors in place of the numbers that ``item()`` would take out of them."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        inner: ast.AST = self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args:
+            return node.func.value
+        return inner
 
 
 def failure_of(frame: FrameType, statement: ast.AST, told: ast.AST | None) -> Callable[[], None]:
@@ -70,7 +82,8 @@ def failure_of(frame: FrameType, statement: ast.AST, told: ast.AST | None) -> Ca
     if isinstance(told, ast.Call):
         function, arguments = value_of(told.func, names), [_word(a, names) for a in told.args]
         if function is warnings.warn:
-            return lambda: function(f"{arguments[0]} {where}", *arguments[1:2])
+            named = [value_of(k.value, names) for k in told.keywords if k.arg == "category"]
+            return lambda: function(f"{arguments[0]} {where}", *(arguments[1:2] or named))
         text = " ".join(map(str, arguments))
         return lambda: function(f"{text} {where}")
     kind: Any = AssertionError

@@ -124,7 +124,7 @@ def is_number_of_check(frame: FrameType) -> bool:
         return False
     names = Names(frame)
     if _fails(statement, names) is not None:
-        return True
+        return all(map(_keeps_numbers, path[1:-1]))
     function = _function(frame)
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or function is None:
         return False
@@ -133,7 +133,7 @@ def is_number_of_check(frame: FrameType) -> bool:
     if not isinstance(target, ast.Name) or last is not statement.value or target.id not in frame.f_code.co_varnames:
         return False
     checks = [s for s in ast.walk(function) if isinstance(s, ast.If | ast.Assert) and _fails(s, names) is not None]
-    within = {id(n) for s in checks for part in _parts(s, names) for n in ast.walk(part)}
+    within = {id(n) for s in checks for part in _parts(s, names) for n in part}
     uses = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
     return all(id(n) in within and isinstance(n.ctx, ast.Load) for n in uses) and bool(uses)
 
@@ -258,13 +258,31 @@ def _told(block: list[ast.stmt], names: Mapping[str, Any]) -> ast.AST | None:
     return None
 
 
-def _parts(statement: ast.stmt, names: Mapping[str, Any]) -> Iterator[ast.AST]:
-    """What of a check the number that it looks at may be in: its test, and what it tells."""
+def _parts(statement: ast.stmt, names: Mapping[str, Any]) -> Iterator[Iterator[ast.AST]]:
+    """What of a check the number that it looks at may be in: its test, as a number, and what it tells."""
     if isinstance(statement, ast.Assert):
-        yield statement
+        yield _numbers(statement.test)
+        yield from () if statement.msg is None else (ast.walk(statement.msg),)
     elif isinstance(statement, ast.If):
-        yield statement.test
-        yield from statement.body if _told(statement.body, names) is not None else statement.orelse
+        yield _numbers(statement.test)
+        yield from map(ast.walk, statement.body if _told(statement.body, names) is not None else statement.orelse)
+
+
+def _numbers(test: ast.AST) -> Iterator[ast.AST]:
+    """The parts of a test that may be tensors in place of numbers."""
+    yield test
+    if _keeps_numbers(test):
+        for child in ast.iter_child_nodes(test):
+            yield from _numbers(child)
+
+
+def _keeps_numbers(node: ast.AST) -> bool:
+    """Whether an expression does with tensors what it does with their numbers; sets and functions ask what they are."""
+    if isinstance(node, ast.Compare):
+        return all(type(o) in _OPERATORS for o in node.ops)
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.FloorDiv | ast.Mod)
+    return isinstance(node, ast.BoolOp | ast.UnaryOp)
 
 
 def _is_call(node: ast.AST, name: str) -> bool:
@@ -335,5 +353,9 @@ def _catches(node: ast.AST, line: int) -> bool:
         return bool(block) and block[0].lineno <= line <= (block[-1].end_lineno or line)
 
     if isinstance(node, ast.Try):
-        return within(node.body) and any(not isinstance(h.body[-1], ast.Raise) for h in node.handlers)
+        return within(node.body) and any(not _raises_again(h.body[-1]) for h in node.handlers)
     return isinstance(node, ast.With) and within(node.body) and any("suppress" in ast.unparse(i) for i in node.items)
+
+
+def _raises_again(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Raise) and statement.exc is None
