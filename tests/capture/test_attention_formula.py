@@ -133,6 +133,7 @@ def targets(model: nn.Module) -> list[Any]:
     return [n.target for n in capture(model, batch()).graph.graph.nodes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(1, 6))])
 def test_formulas_are_attention(seed: int) -> None:
     report = verify(ByFormula(*FORMULAS.values()), batch(), {"a": 2, "b": 2}, plan="random", seed=seed)

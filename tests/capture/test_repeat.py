@@ -144,6 +144,7 @@ def test_memory_is_that_of_the_whole_model() -> None:
     assert_same(solve(short, {"a": 4}, EAGER, memory=total / 1.2), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "odd", "turns", "lead"),
     [(6, 2, 1, 2), *(pytest.param(9, *case, marks=pytest.mark.deep) for case in ((2, 1, 2), (0, 2, 1)))],

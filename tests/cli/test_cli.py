@@ -35,6 +35,7 @@ def test_json_is_the_plan_and_nothing_else(model: str) -> None:
     assert 0 < loaded.certificate.checked <= loaded.certificate.objective
 
 
+@pytest.mark.slow
 def test_recipes_are_compared_with_the_plan(model: str) -> None:
     result = plan(f"{model}:make")
     assert result.exit_code == 0, result.output
@@ -49,6 +50,7 @@ def test_recipes_are_compared_with_the_plan(model: str) -> None:
     assert "sequence" in rows["megatron-sequence"]["reason"]
 
 
+@pytest.mark.slow
 def test_what_it_costs_to_lose_devices_is_said_of_plan_and_recipes(model: str) -> None:
     result = plan(f"{model}:make", "--survive", "1")
     assert result.exit_code == 0, result.output
@@ -170,6 +172,7 @@ def test_a_loss_function_may_come_third(model: str) -> None:
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 def test_which_output_is_the_loss_may_come_third(model: str) -> None:
     result = plan(f"{model}:make_with_name", "--save", "named.json", "--json")
     assert result.exit_code == 0, result.output
@@ -212,6 +215,7 @@ def test_verify_exits_with_1_when_something_differs(model: str, monkeypatch: pyt
     assert facts["errors"]["up.weight"] == 2e-9
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_exits_with_3(model: str) -> None:
     result = plan(f"{model}:make", "--memory", "1KiB")
     assert result.exit_code == 3

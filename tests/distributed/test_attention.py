@@ -108,6 +108,7 @@ def in_blocks(rank: int, sizes: tuple[int, ...], search: dict[str, Any]) -> tupl
     return worst, sum(n.target is swap_blocks for graph in graphs for n in graph.graph.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "search"),
     [
@@ -230,6 +231,7 @@ def under_a_mask(rank: int, name: str, search: dict[str, Any], sizes: tuple[int,
 CONTEXT: dict[str, Any] = {"roles": {"a": "context"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "search", "sizes", "sends"),
     [

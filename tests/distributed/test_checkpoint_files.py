@@ -108,6 +108,7 @@ def saved(rank: int, folder: str) -> list[float]:
     return torch.rand(3).tolist()
 
 
+@pytest.mark.slow
 def test_one_device_reads_what_four_have_written(ranks: Ranks, tmp_path: Path) -> None:
     drawn = ranks.run(saved, str(tmp_path))
     # Python's generator was another one on each rank, and torch's was not.
@@ -189,6 +190,7 @@ def saved_with_a_second_optimizer(rank: int, folder: str, search: dict[str, Any]
     return max(float((v - expected[n]).abs().max()) for n, v in train(*other).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", [{"recipe": "fsdp"}, pytest.param({"pins": {"stages": 2}}, marks=pytest.mark.deep)])
 def test_a_second_optimizer(ranks: Ranks, tmp_path: Path, search: dict[str, Any]) -> None:
     assert max(ranks.run(saved_with_a_second_optimizer, str(tmp_path), search)) < 1e-12

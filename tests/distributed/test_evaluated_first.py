@@ -113,6 +113,7 @@ def evaluates_whole(rank: int) -> tuple[list[float], list[float], str]:
     return losses[0], losses[1], str(model.words.weight.placements)
 
 
+@pytest.mark.slow
 def test_evaluation_has_the_factors_of_layouts_that_training_chose(two_ranks: Ranks) -> None:
     for found, expected, placements in two_ranks.run(evaluates_whole):
         assert "31" in placements
@@ -136,6 +137,7 @@ def evaluates_first_under_a_plan(rank: int) -> tuple[list[float], list[float]]:
     return losses[0], losses[1]
 
 
+@pytest.mark.slow
 def test_evaluation_under_a_plan_for_training(two_ranks: Ranks) -> None:
     for found, expected in two_ranks.run(evaluates_first_under_a_plan):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -66,6 +66,7 @@ def train(
         return worst, int(rows.meta["val"].shape[0]), targets.count(exchange_rows), targets.count(own_rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("bias", marks=pytest.mark.deep), "index_add"])
 def test_each_rank_routes_its_own_tokens(ranks: Ranks, name: str) -> None:
     results = ranks.run(train, name, {"recipe": "fsdp"})
@@ -97,6 +98,7 @@ def test_one_sequence_is_split_by_position(ranks: Ranks) -> None:
     assert {found for *_, found, _ in results} == {3} and {rows for _, rows, *_ in results} == {4 * 2 // 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placed", "backend"), [pytest.param(("S(0)", "S(0)"), None, marks=pytest.mark.deep), (("R", "S(0)"), aot_eager)]
 )
@@ -107,6 +109,7 @@ def test_ranks_take_rows_of_their_experts(ranks: Ranks, placed: tuple[str, str],
     assert all(own and not exchanges for *_, exchanges, own in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
@@ -143,6 +146,7 @@ def train_batched(rank: int, name: str) -> tuple[float, int]:
     return follow(parallel, skewed(name), batches), len(parallel.up.to_local())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", pytest.param("choice", marks=pytest.mark.deep)])
 def test_ranks_have_experts_in_batched_products(ranks: Ranks, name: str) -> None:
     """All tokens are the first expert's: other ranks multiply zeros, or what is left."""

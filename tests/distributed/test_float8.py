@@ -87,6 +87,7 @@ class _InParts(torch.nn.Module):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [SHARDED, pytest.param(DRAWN, marks=pytest.mark.deep)], ids=["", "drawn"])
 def test_delayed_scaling_has_the_steps_of_plain_layers_with_histories(ranks: Ranks, cases: dict[int, Any]) -> None:
     for found in ranks.run(with_delayed_scaling, cases):

@@ -83,6 +83,7 @@ def fail(rank: int, pass_: str, everywhere: bool) -> list[tuple[str, float]]:
     return [error_of(lambda i=i: model(**mlp_batch(i))["loss"].backward()) for i in (1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pass_", ["backward", pytest.param("forward", marks=pytest.mark.deep)])
 def test_a_rank_that_fails_in_a_step(two_ranks: Ranks, pass_: str) -> None:
     for rank, ((error, seconds), (later, _)) in enumerate(two_ranks.run(fail, pass_, False)):

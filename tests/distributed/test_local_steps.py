@@ -191,6 +191,7 @@ def resumed(rank: int, folder: str, roles: dict[str, str], pins: dict[str, Any],
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("roles", "pins", "again"),
     [
@@ -253,6 +254,7 @@ def with_others(rank: int, folder: str, before: int, after: int) -> float:
     return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.deep)])
 def test_goes_on_with_other_workers(ranks: Ranks, tmp_path: Any, before: int, after: int) -> None:
     assert max(ranks.run(with_others, str(tmp_path), before, after)) < 1e-12

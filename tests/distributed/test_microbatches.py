@@ -134,6 +134,7 @@ def gathers(rank: int, every: bool) -> tuple[int, int, int, float]:
     return Counts.made, sum(c.get("all_gather", 0) for c in plan.predicted.collectives.values()), split, worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_kept_gathers_are_made_once_a_step(ranks: Ranks, every: bool) -> None:
     for made, predicted, split, worst in ranks.run(gathers, every):

@@ -133,6 +133,7 @@ def test_three_steps(ranks: Ranks, name: str, sizes: tuple[int, ...], pins: dict
     assert max(ranks.run(train, name, sizes, pins)) < bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "per_node", "pins", "inputs"),
     [

@@ -74,6 +74,7 @@ def together(rank: int, sizes: tuple[int, ...]) -> float:
     return max(float((a[k] - b[k]).abs().max()) for a, b in steps for k in b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2), pytest.param((4,), marks=pytest.mark.deep)])
 def test_deterministic_draws_what_one_device_draws(ranks: Ranks, sizes: tuple[int, ...]) -> None:
     assert max(ranks.run(together, sizes)) < 1e-9

@@ -40,6 +40,7 @@ class Checkpointed(Moments):
         return checkpoint(pair, x, use_reentrant=False, context_fn=policy).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, pytest.param("random", marks=pytest.mark.deep)])
 def test_regions_of_the_model(ranks: Ranks, recipe: str | None) -> None:
     found = ranks.run(train, Checkpointed, 0, {}, recipe)

@@ -105,6 +105,7 @@ def read(rank: int, sizes: tuple[int, ...], every: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "every"), [((2, 2), False), *(pytest.param(s, True, marks=pytest.mark.deep) for s in ((4,), (2, 2)))]
 )

@@ -86,6 +86,7 @@ def collectives(rank: int) -> list[bool]:
     return [all_reduce(given, "sum", group).is_contiguous()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", [("random",), pytest.param(("groups",), marks=pytest.mark.deep)], ids=",".join)
 def test_training_equals_one_device(ranks: Ranks, labels: tuple[str, ...]) -> None:
     for found in ranks.run(train, labels):

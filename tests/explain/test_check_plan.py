@@ -105,6 +105,7 @@ def test_what_differs_is_named(change: Change, says: str) -> None:
         plan.check(*zoo.mlp())
 
 
+@pytest.mark.slow
 def test_a_bound_that_lies_is_refuted() -> None:
     """The bound is above what the best plan takes, and below what this plan takes."""
     plan = planned(search=Search(recipe="fsdp"))

@@ -157,6 +157,7 @@ class Particular(Named):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_the_true_reason_is_shown() -> None:
     """What does not fit, and what is not possible for another reason, are told apart."""
     model, batch = Particular(), {"x": torch.zeros(16, 32)}
@@ -174,6 +175,7 @@ def test_the_true_reason_is_shown() -> None:
             assert f"sixteen samples, not {case.samples}" in case.reason
 
 
+@pytest.mark.slow
 def test_figures_of_memory_agree(made: tuple[nn.Module, dict[str, torch.Tensor], Plan, str]) -> None:
     """The peak is what the budget is about, at every place of the page."""
     _, _, found, page = made

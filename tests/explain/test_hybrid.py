@@ -37,6 +37,7 @@ def test_a_step_is_its_parts() -> None:
     assert predicted(dp=2).bubble == 0
 
 
+@pytest.mark.slow
 def test_parameters_and_state_are_the_models() -> None:
     """Two bytes a parameter and as many of gradient; master weights and two moments of four."""
     found = predicted(dp=2)
@@ -78,12 +79,14 @@ def test_sequence_parallelism_keeps_less_also_of_one_sample() -> None:
     assert kept[1] < kept[0]
 
 
+@pytest.mark.slow
 def test_what_fused_kernels_save_is_left_out_of_the_graph() -> None:
     model = GPT(HIDDEN, HEADS, 4, SEQUENCE, VOCABULARY, fused=True)
     found = predict_hybrid(model, batch_of(SAMPLES, SEQUENCE), cluster="a100-80gb", axes={"pp": 2}, microbatch=2)
     assert found.step_seconds < predicted(pp=2).step_seconds
 
 
+@pytest.mark.slow
 def test_interleaved_runs_idle_less_and_hold_more() -> None:
     one, two = predicted(pp=2), predicted(schedule="interleaved", virtual=2, pp=2)
     assert two.bubble < one.bubble

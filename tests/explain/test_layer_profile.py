@@ -53,12 +53,14 @@ def test_the_parts_are_the_blocks_and_what_is_around_them() -> None:
     assert list(parts()) == [BEFORE, "layers.0", "layers.1", AFTER]
 
 
+@pytest.mark.slow
 def test_one_device_keeps_what_the_paper_says() -> None:
     found = parts()
     assert found["layers.0"].saved == published("none", 1) + STATISTICS + MASK
     assert found["layers.1"].saved == published("none", 1) + STATISTICS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [4, pytest.param(2, marks=pytest.mark.deep)])
 def test_tensor_parallelism_keeps_what_the_paper_says(tensor: int) -> None:
     found = parts(tensor=tensor, recipe="megatron")

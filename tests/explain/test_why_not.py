@@ -24,6 +24,7 @@ def solved() -> Plan:
     return solve(models.captured("mlp")[0], AXES, "h100")
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_best_plan_with_the_placement() -> None:
     program, _, values = models.captured("mlp")
     found = solved()
@@ -147,6 +148,7 @@ def test_a_random_plan_wants_whole_pins() -> None:
         solve(program, AXES, "h100", search=search)
 
 
+@pytest.mark.slow
 def test_differences_of_two_plans() -> None:
     program, _, _ = models.captured("gpt2", layers=2, seq=4)
     axes = {"a": 2, "b": 2}

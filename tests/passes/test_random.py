@@ -47,6 +47,7 @@ def check(model: nn.Module, report: EquivalenceReport) -> None:
         assert float((value - expected[name]).abs().max()) <= 1e-9, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [encoder, pytest.param(gpt2, marks=pytest.mark.deep)], ids=["encoder", "gpt2"])
 def test_a_transformer_with_dropout(build) -> None:
     model, batch = build()

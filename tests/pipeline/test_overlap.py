@@ -83,6 +83,7 @@ def products_beside(graph: StageGraph, node: fx.Node) -> int:
     return sum(n.target is torch.ops.aten.mm.default for n in nodes[nodes.index(node) : first])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [s if s == "zb-h1" else pytest.param(s, marks=pytest.mark.deep) for s in SCHEDULES],
@@ -93,6 +94,7 @@ def test_every_schedule_computes_the_same(schedule: str) -> None:
     assert error(program, plan) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.deep)])
 def test_stages_gather_what_they_use_themselves(schedule: str) -> None:
     """No value crosses between stages, or between the parts of a backward, for a bucket."""

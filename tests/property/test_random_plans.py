@@ -84,6 +84,7 @@ SHORT = ("cnn",)
 """`tests/verify/test_verify.py` has a random plan of others."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.deep) for n in sorted(zoo.MODELS)]
 )

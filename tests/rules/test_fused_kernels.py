@@ -90,6 +90,7 @@ def test_no_kernel_reads_what_is_computed_from_it() -> None:
     assert found["add 0"] == Fused((0, 1), (), launches=True)  # it waits for the product of what sin makes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [pytest.param("fsdp", marks=pytest.mark.deep), "megatron"])
 def test_plans_and_emitted_graphs_count_it_alike(recipe: str) -> None:
     program = models.captured("llama", layers=2)[0]

@@ -113,6 +113,7 @@ def swapped(first: Link, second: Link) -> Cluster:
     return Cluster("two links", device, (first,), (), {"x": first, "y": second})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast_axis", ["x", pytest.param("y", marks=pytest.mark.deep)])
 def test_tensor_parallel_traffic_takes_the_fast_link(fast_axis: str) -> None:
     """Batch over the slow link and weights over the fast one, whichever axis that is."""

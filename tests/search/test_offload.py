@@ -73,6 +73,7 @@ def solved(machine: Cluster, share: float, *pins: tuple[str, str]) -> Plan:
     return solve(captured()[0], AXES, machine, memory=share * most(), optimizer="sgd", search=search)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", ["none", pytest.param("search", marks=pytest.mark.deep)])
 def test_what_is_sent_computes_the_same_and_fits(again: str, tmp_path: Path) -> None:
     program, values = captured()

@@ -20,6 +20,7 @@ def classes_of(name: str, layers: int, tie: bool = True) -> LayerClasses:
     return layer_classes(program, dims, tie=tie)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.deep)])
 def test_number_of_classes_does_not_depend_on_depth(name: str) -> None:
     few, many = classes_of(name, 2), classes_of(name, 4)
@@ -70,6 +71,7 @@ def test_keys_are_the_same_in_every_analysis() -> None:
     assert list(layer_classes(program, dims).members) == list(layer_classes(again, analyze(again)).members)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("cluster", [pytest.param("h100", marks=pytest.mark.deep), FAST])
 def test_tied_optimum_equals_the_untied(cluster: str | Cluster, layers: int) -> None:

@@ -180,6 +180,7 @@ def choices(found: Plan) -> list[tuple[str, ...]]:
 FAR = replace(H100, axis_links={"node": replace(H100.links[1], bandwidth=10e9)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("expected", "kv", "length", "axes", "memory", "cluster", "causal"),
     [

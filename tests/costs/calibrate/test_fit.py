@@ -138,6 +138,7 @@ def test_the_picture_has_equal_times_on_its_diagonal() -> None:
     assert all(0 <= float(c.get("cx", 0)) <= side for c in dots)
 
 
+@pytest.mark.slow
 def test_a_device_is_found_again_from_subsets_of_the_samples() -> None:
     """Whichever samples there are; the fit's start is as far off as the fastest of them is from the peak."""
     samples = kernels(GPU, LARGE)

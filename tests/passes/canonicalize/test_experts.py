@@ -500,6 +500,7 @@ def test_random_plans_of_an_order_that_is_read(name: str) -> None:
     assert verify(KEPT[name](), batch(), AXES, plan="random").max_error < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, pytest.param(0, marks=pytest.mark.deep)])
 def test_one_layer_of_two(seed: int) -> None:
     """A layer whose order is read keeps its own sort, and only that; the two, which are numbered, are not alike."""

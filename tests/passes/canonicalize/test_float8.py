@@ -243,6 +243,7 @@ def test_verify_compares_with_the_same_layers_on_one_device() -> None:
     assert report.capture_error <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", [pytest.param("tensorwise", marks=pytest.mark.deep), "rowwise"])
 def test_each_microbatch_has_scales_of_its_own(scaling: str) -> None:
     """As where an eager model adds up the gradients of microbatches; sharded, in pipelines, and verified so."""

@@ -173,6 +173,7 @@ def test_gathers_of_any_layout_are_ahead(seed: int) -> None:
     assert all(order[n] < begins[b] for n, b in inside.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_plans_compute_the_same(seed: int) -> None:
     program, local, values, plan = drawn(seed)

@@ -132,6 +132,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [20, *(pytest.param(n, marks=pytest.mark.deep) for n in (3, 11, 21, 12, 17, 27, 29))])
 def test_random_plans_that_send_parts(seed: int) -> None:
     """Skips, tied weights and what an encoder gives to all stages: whatever is replicated is cut."""

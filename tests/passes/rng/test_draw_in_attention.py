@@ -137,6 +137,7 @@ def test_forward_and_backward_drop_the_same_elements(split: str, kv_heads: int) 
         torch.testing.assert_close(found, (gradient * direction).sum(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pins",
     [

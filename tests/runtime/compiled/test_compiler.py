@@ -236,6 +236,7 @@ def values_of(build: Callable[[fx.Graph, fx.Node], Sequence[fx.Node]], x: Tensor
     return fx.GraphModule({}, graph)
 
 
+@pytest.mark.slow
 def test_what_shares_memory_notices_writes() -> None:
     """Outputs of a region that are views of one another have one version, so that autograd finds a write."""
     aten = torch.ops.aten

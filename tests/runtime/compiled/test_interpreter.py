@@ -47,6 +47,7 @@ def test_a_step_is_bit_for_bit_that_of_python(name: str) -> None:
     assert isinstance(made := run._autopar.options.compiler, Interpreter) and made.regions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.deep)])
 def test_on_every_rank_of_an_emulated_mesh(seed: int) -> None:
     model, batch = models.gpt2()

@@ -132,6 +132,7 @@ def test_random_plans_made_lean(name: str, seed: int) -> None:
     assert report.max_error <= 1e-10
 
 
+@pytest.mark.slow
 def test_pins_hold() -> None:
     program, classes, _ = captured()
     plan = solve(program, LINE, "h100", search=Search(recipe="fsdp"))
@@ -154,6 +155,7 @@ def test_what_needs_far_too_much_is_left_alone() -> None:
     assert not caught.value.least.recompute
 
 
+@pytest.mark.slow
 def test_some_blocks_may_do_without() -> None:
     """A little less than everything: one block's tensor is enough, which the others keep."""
     program, classes, _ = captured()

@@ -52,6 +52,7 @@ def test_all_reduces_of_a_lowering_are_charged_for_what_the_other_axis_leaves() 
     assert lowered_cost(operator, (rows, rows), machine) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.deep)])
 def test_who_takes_a_value_as_it_was_made_pays_for_no_slice_of_its_consumer_layout(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ def floor_of(axes: dict[str, int], count: int, width: int = 24, heads: int = 3) 
     return kernel_floor(program(width, heads), machine_of(Job(axes, CLUSTER)), count).bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.deep), 2])
 @pytest.mark.parametrize("axes", [pytest.param({"a": 4}, marks=pytest.mark.deep), {"a": 2, "b": 4}], ids=len)
 def test_no_plan_is_faster(axes: dict[str, int], count: int) -> None:

@@ -23,6 +23,7 @@ from tests import models
 captured = cache(overlap.captured)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "axes"), [
     pytest.param("ddp", {"gpu": 8}, marks=pytest.mark.deep),
     pytest.param("fsdp", {"node": 8, "gpu": 8}, marks=pytest.mark.deep),

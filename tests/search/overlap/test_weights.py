@@ -79,6 +79,7 @@ def test_what_is_minimized_is_what_the_plan_costs_under_these_weights(
         assert cost <= predict(program, dims, plan, classes).predicted.step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "microbatches"),
     [("gpt2", 1), *(pytest.param(*c, marks=pytest.mark.deep) for c in (("llama", 1), ("gpt2", 2)))],
@@ -142,6 +143,7 @@ def test_the_level_method_reaches_the_best_weights_of_known_plans() -> None:
     assert bound <= min(best.step.seconds(known) for known in features) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn", *(pytest.param(n, marks=pytest.mark.deep) for n in ("gpt2", "llama"))])
 def test_no_plan_is_faster_than_the_bound_of_any_weights(name: str) -> None:
     program, dims, classes = parts(name, 1)
@@ -154,6 +156,7 @@ def test_no_plan_is_faster_than_the_bound_of_any_weights(name: str) -> None:
         assert found.certificate.lower_bound <= min(seconds) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count", "recipes"), [
     ("mlp", 4, []), pytest.param("llama", 3, ["ddp", "fsdp"], marks=pytest.mark.deep),
 ])  # fmt: skip

@@ -61,6 +61,7 @@ def example() -> tuple[nn.Module, tuple[Tensor]]:
     return Deep(), (torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0)),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "virtual", "recompute", "recipe", "machine"),
     [

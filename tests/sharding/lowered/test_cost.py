@@ -138,6 +138,7 @@ def test_what_is_emitted_computes_as_long_as_predicted(name: str, recipe: str | 
     assert 0.97 <= ratio(program, plan) <= 1.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama", pytest.param("vit", marks=pytest.mark.deep), pytest.param("gpt2", marks=pytest.mark.deep)]
 )
@@ -150,6 +151,7 @@ def test_of_random_plans_too(name: str, seed: int) -> None:
     assert 0.9 <= ratio(program, plan) <= 1.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "every"), [("gpt2", False), *(pytest.param(n, True, marks=pytest.mark.deep) for n in ("gpt2", "bert"))]
 )
