@@ -145,12 +145,12 @@ def cross_entropy_backward(
 @rule(ctc)
 def ctc_(log_probs: Spec, targets: Spec, lengths: Spec, target_lengths: Spec, blank: int, zero_infinity: bool) -> Rule:
     """Samples are apart; each is a recurrence along its time and targets."""
-    return Rule("tnc,ns,n,n->n", blocked="tcs")
+    return Rule("tnc,ns,n,n->n", blocked="tcs", padded=None)
 
 
 @rule(ctc_backward)
 def ctc_backward_(
     grad: Spec, log_probs: Spec, targets: Spec, lengths: Spec, target_lengths: Spec, blank: int, zero_infinity: bool
 ) -> Rule:
-    """Likewise."""
-    return Rule("n,tnc,ns,n,n->tnc", blocked="tcs", linear=((0,),))
+    """Likewise; of a sample with more targets than time the gradient is no number, whatever it is multiplied by."""
+    return Rule("n,tnc,ns,n,n->tnc", blocked="tcs", linear=((0,),), padded=None)

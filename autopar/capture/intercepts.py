@@ -10,6 +10,7 @@
 * `nn.Transformer` takes masks as they are, where it would look whether they are causal; its encoder fills with zeros.
 * `flex_attention` is attention under the mask that its functions make, or its formula.
 * `associative_scan` is one operator where it is a linear recurrence.
+* Values that are looked at only to raise or to warn are results, too, which are checked after every step.
 * Functions of which torch traces another than eager mode runs, or that look at values, are their formulas.
 * What is computed of constants and buffers alone may be looked at.
 * Results whose strides fake tensors get wrong get those of the kernels.
@@ -84,6 +85,7 @@ _READS_STRIDES = frozenset(
 """Functions whose result depends on a tensor's strides."""
 
 _SELECTS = frozenset({torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__})
+"""Functions that take what a mask selects."""
 
 _TEXTS = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
 """Functions that make a text of a tensor."""
