@@ -97,3 +97,15 @@ def test_what_a_mask_selects_is_for_nothing_else() -> None:
 
     with pytest.raises(CaptureError, match="control flow that depends on data"):
         capture(Speech(both), batch())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "reduction", "said"),
+    [([TIME], "mean", "expected one for each of 4 samples"), (LENGTHS, "average", "expected 'none', 'mean' or 'sum'")],
+)
+def test_bad_arguments(lengths: list[int], reduction: str, said: str) -> None:
+    def wrong(log_probs: Tensor, labels: Tensor) -> Tensor:
+        return functional.ctc_loss(log_probs, labels.clamp_min(0), lengths, COUNTS, reduction=reduction)
+
+    with pytest.raises(CaptureError, match=said):
+        capture(Speech(wrong), batch())

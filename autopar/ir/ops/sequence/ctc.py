@@ -91,12 +91,22 @@ def ctc_loss(
         blank: the class of no target.
         reduction: ``"none"``, ``"mean"`` (of the losses by their targets' lengths) or ``"sum"``.
         zero_infinity: infinite losses are 0.
+
+    Raises:
+        ValueError: another reduction, or lengths of another number of samples, as torch's.
     """
+    if reduction not in ("none", "mean", "sum", 0, 1, 2):
+        raise ValueError(f"ctc_loss: reduction={reduction!r}: expected 'none', 'mean' or 'sum'")
     single = log_probs.ndim == 2
     if single:
         log_probs = log_probs.unsqueeze(1)
     device = log_probs.device
     lengths, counts = (torch.as_tensor(n, device=device).reshape(-1).long() for n in (input_lengths, target_lengths))
+    if len(lengths) != log_probs.shape[1] or len(counts) != log_probs.shape[1]:
+        raise ValueError(
+            f"ctc_loss: input_lengths and target_lengths have {len(lengths)} and {len(counts)} entries: expected one "
+            f"for each of {log_probs.shape[1]} samples"
+        )
     if targets.ndim == 1:
         # No sample has more targets than there are.
         at = (counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(targets.shape[0], device=targets.device)
