@@ -256,6 +256,7 @@ class _Emitter:
         """Let a node stand for another, with what is known of that one's value."""
         known = replace(info(old), operator=None, strategy=(), input_layouts=(), collective=None)
         set_info(new, known)
+        new.meta["val"] = old.meta["val"]  # later sites read it
         old.replace_all_uses_with(new)
 
     def _erase(self) -> None:

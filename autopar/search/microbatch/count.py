@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
@@ -29,6 +31,32 @@ def plan_of_count(program: Program, count: int, job: Job) -> Plan:
     if job.search.check:  # all that the certificate says is checked, which a search that was cut off cannot be
         job = replace(job, cutoff=NO_CUTOFF)
     return best_padded(program, microbatch_program(program, count, deterministic=job.deterministic), job)
+
+
+def fewest_that_fit(program: Program, job: Job) -> Plan:
+    """The best plan of 1, 2, 4, ... microbatches, whichever is about the first number of which a plan fits.
+
+    Where one needs four times the memory, the next number is 4: half of the samples need half of the bytes, or more.
+
+    Raises:
+        InfeasibleError: none fits, or none was found within a search's time limit.
+    """
+    count, least, deadline = 1, math.inf, time.monotonic() + job.search.time_limit
+    while True:
+        try:
+            return plan_of_count(program, count, job)
+        except InfeasibleError as e:
+            is_last = time.monotonic() > deadline or not _has_room_for_state(program, job)
+            if is_last or e.needed is None or e.needed >= WORTH * least:
+                raise
+            least = e.needed
+            times = 1.0 if job.memory is None else e.needed / job.memory
+        count *= 2 ** max(1, int(math.log2(times)))
+
+
+def _has_room_for_state(program: Program, job: Job) -> bool:
+    """Whether the parameters and their state fit, whatever the number of microbatches."""
+    return job.memory is None or least_state(program, job.optimizer, job.axes) <= job.memory
 
 
 def best_count(program: Program, job: Job) -> Plan:
@@ -59,8 +87,7 @@ def best_count(program: Program, job: Job) -> Plan:
         except InfeasibleError as e:
             # A number of microbatches that needs hardly less than the one before is the last: more will not fit either.
             less = e.needed is not None and (error is None or e.needed < WORTH * (error.needed or 0.0))
-            less = less and (job.memory is None or least_state(program, job.optimizer, job.axes) <= job.memory)
-            if best is not None or not less:
+            if best is not None or not (less and _has_room_for_state(program, job)):
                 error = error or e
                 break
             error = e

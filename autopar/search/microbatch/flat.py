@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.search.budget.cutoff import NO_CUTOFF
-from autopar.search.microbatch.count import best_count, plan_of_count
+from autopar.search.microbatch.count import best_count, fewest_that_fit, plan_of_count
 from autopar.search.microbatch.split import hint_of_loss
 from autopar.search.options import OFFLOAD, Job
 
@@ -38,6 +38,18 @@ def best_flat(program: Program, job: Job) -> Plan:
 def flat_in_any_memory(program: Program, job: Job) -> Plan:
     """The best whatever it needs, in as many microbatches as are pinned, or one."""
     return plan_of_count(program, job.search.microbatches or 1, replace(job, memory=None, cutoff=NO_CUTOFF))
+
+
+def first_flat(program: Program, job: Job) -> Plan:
+    """A plan within the budget, roughly the best in the fewest microbatches of which one fits: not what is to be had.
+
+    Raises:
+        InfeasibleError: nothing fits, or nothing was found within a search's time limit.
+    """
+    job = replace(job, rough=True)
+    if job.search.microbatches or program.loss is None:
+        return plan_of_count(program, job.search.microbatches or 1, job)
+    return fewest_that_fit(program, job)
 
 
 def _in_microbatches(program: Program, job: Job) -> Plan:

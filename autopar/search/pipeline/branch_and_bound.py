@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -31,7 +31,7 @@ from autopar.pipeline.schedules import Order, order, placed, require_numbers, sp
 from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.budget.cutoff import Cutoff
 from autopar.search.budget.lagrangian import fits
-from autopar.search.microbatch.flat import best_flat, flat_in_any_memory
+from autopar.search.microbatch.flat import best_flat, first_flat, flat_in_any_memory
 from autopar.search.microbatch.needed_bytes import slowdown
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import Job
@@ -66,7 +66,10 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
     shapes = pipeline_shapes(job.search, job.axes, program.training, factored)
     orders = tuple(own for shape in shapes for own in in_every_order(shape, job.cluster, job.search))
     tree = SearchTree(program, job, orders, floor, time.monotonic() + LIMITS * job.search.time_limit)
-    if tree.search.stages_open:
+    if tree.search.stages_open and tree.is_rough:
+        # Within the budget it is often the best of a deep model; and how long pipelines take is known after longer.
+        _expand(tree, partial(_plan_without_stages, tree))
+    elif tree.search.stages_open:
         least = tree.kernels_without_stages()
         expand = partial(_plan_without_stages, tree)
         rows = tree.rows_of_device(1, 1)
@@ -74,13 +77,18 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
     for count, shapes_of_mesh in _counts(tree):
         _open_microbatches(tree, count, shapes_of_mesh)
     while not tree.is_late() and (node := tree.next()) is not None:
-        try:
-            node.expand()
-        except InfeasibleError as e:
-            tree.errors.append(e)
+        _expand(tree, node.expand)
     if not tree.random:
         _raise_bound(tree)
     return _result(tree)
+
+
+def _expand(tree: SearchTree, step: Callable[[], None]) -> None:
+    """Make a step; one that leads to no plan leaves an error."""
+    try:
+        step()
+    except InfeasibleError as e:
+        tree.errors.append(e)
 
 
 def _raise_bound(tree: SearchTree) -> None:
@@ -143,10 +151,17 @@ def _plan_without_stages(tree: SearchTree) -> None:
     if tree.memory is None:
         tree.add(free)
         return
-    expand = partial(_fit_without_stages, tree)
     seconds = free.predicted.step_seconds
     tree.compare(seconds, tree.expected(None, free.microbatches), None, tree.rows_of_device(1, free.microbatches))
-    tree.open.append(Subproblem(seconds, own.lower_bound, expand, own.checked, unmeasured=True))
+    expand = partial(_fit_without_stages, tree)
+    if not tree.is_rough:
+        tree.open.append(Subproblem(seconds, own.lower_bound, expand, own.checked, unmeasured=True))
+        return
+    # The best takes longer to find than any stage.
+    bound = own.lower_bound
+    tree.open.append(Subproblem(bound, bound, expand, own.checked, unmeasured=True, again=True))
+    tree.say("without stages")
+    tree.add(first_flat(tree.program, tree.job))
 
 
 def _fit_without_stages(tree: SearchTree) -> None:

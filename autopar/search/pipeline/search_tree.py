@@ -29,10 +29,10 @@ from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 
-GUESSED, UNMEASURED = 1.25, 2.0
+GUESSED, AGAIN = 1.25, 2.0
 """Factors of estimates. Before a first plan is known: of what is not planned in any memory, since what is leads to one
-soon. And of the whole model within a budget, if blocks of it are left out: to search that takes longer than any stage.
-Guesses, not fits: they decide what is planned first, and no bound depends on them."""
+soon. And of a deep model without stages, once a first plan within the budget is known: the best one takes longer to
+find than any stage. Guesses, not fits: they decide what is planned first, and no bound depends on them."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Subproblem:
         unplanned: samples of a microbatch for each device of a stage, where nothing is planned yet and the seconds are
             those of kernels alone; 0: something is.
         unmeasured: whether it is not known if the plan of that many seconds fits.
+        again: whether a first plan is known, and what is left takes long.
         slower: about how many times as long a step takes within the memory, before that is searched.
         spread: about how many times as long as its kernels a plan takes, where nothing is planned yet.
         of: the mesh and the number of microbatches where nothing is planned yet.
@@ -62,6 +63,7 @@ class Subproblem:
     needed: float = 0.0
     unplanned: float = 0.0
     unmeasured: bool = False
+    again: bool = False
     slower: float = 1.0
     spread: float = 1.0
     of: tuple[MeshKey, int] | None = None
@@ -296,8 +298,8 @@ class SearchTree:
             seconds = max(seconds, node.seconds * node.spread * ratio) * node.slower
         elif not (node.needed and self.slowdowns):
             seconds *= node.slower
-        if node.unmeasured and self.program.repeat is not None:
-            return seconds * UNMEASURED
+        if node.again:
+            return seconds * AGAIN
         return seconds * GUESSED if node.unplanned and self.best is None else seconds
 
     def scheduled(self, part: Program, shape: PipelineShape, schedule: str, actions: Order) -> ScheduledStages:

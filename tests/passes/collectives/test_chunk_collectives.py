@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from autopar.passes.collectives.chunk_collectives import chunk_collectives
 from autopar.search.options import Search
 from autopar.search.random_plan import random_plan
 from autopar.search.recost import differences, recosted
+from autopar.sharding.chunks.products import PRODUCTS
 from autopar.sharding.dims import analyze
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
@@ -95,6 +97,26 @@ def test_computes_the_same(
     program, local, plan = chunked(name, recipe, axes, bandwidth)
     assert {f"{kind}_rows_" for kind in kinds} <= set(written(local))
     assert compare(program, local, plan, list(captured(name)[1]), torch.float64).max_error < 1e-12
+
+
+def test_what_stands_for_a_value_is_one_for_later_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are gathered are multiplied for a gradient of weights, too, whose sum may be another site."""
+    chunking = import_module("autopar.passes.collectives.chunk_collectives")
+    emit, read = chunking._Emitter.emit, 0
+
+    def emit_and_look(own: Any) -> None:
+        nonlocal read
+        products = [n for n in own.graph.nodes if n.target in PRODUCTS and n not in own.site.replaced]
+        before = {operand for n in products for operand in n.all_input_nodes}
+        emit(own)
+        new = {operand for n in products for operand in n.all_input_nodes} - before
+        assert all("val" in operand.meta for operand in new)
+        read += len(new)
+
+    monkeypatch.setattr(chunking._Emitter, "emit", emit_and_look)
+    monkeypatch.setattr(chunking, "chunks_of", lambda site, _: (0.0, (1,) * site.units))
+    rewrite(*random_plan_of("residuals", 11))
+    assert read
 
 
 def test_equals_eager_whatever_strides_tensors_have() -> None:
@@ -235,8 +257,6 @@ def random_plan_of(name: str, seed: int) -> tuple[Program, Plan]:
     ],
 )
 def test_random_plans_compute_the_same(name: str, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib import import_module
-
     chunking = import_module("autopar.passes.collectives.chunk_collectives")
     # Wherever chunks are possible, whether they pay or not.
     monkeypatch.setattr(chunking, "chunks_of", lambda site, _: (0.0, (1,) * site.units))

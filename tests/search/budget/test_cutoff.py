@@ -10,6 +10,7 @@ import pytest
 
 import autopar
 from autopar.costs.cluster import Cluster
+from autopar.errors import InfeasibleError
 from autopar.ir.plan import MEMORY_REPAIR, Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff, PrunedError
@@ -89,3 +90,28 @@ def test_where_no_count_beats_the_rival_its_bound_is_told(best_count: Callable[.
         best_count(attempt, Cutoff(1.5))
     assert e.value.bound == 2.0
     assert best_count(attempt, Cutoff(4.0)).certificate.objective == 3.0
+
+
+def test_a_first_plan_is_of_the_fewest_microbatches_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as many, as long as that needs less."""
+    tried: list[int] = []
+    needed = {1: 400, 2: 200, 4: 150, 8: 149}
+
+    def plan_of_count(program: Program, count: int, job: Job) -> Plan:
+        tried.append(count)
+        if needed[count] > fits:
+            raise InfeasibleError("too much", needed=needed[count])
+        return found(float(count), 1.0, 0.0)
+
+    monkeypatch.setattr(microbatch_count, "plan_of_count", plan_of_count)
+    job, fits = Job({"a": 2}, Cluster.preset("cpu")), 160
+    assert microbatch_count.fewest_that_fit(tiny()[0], job).certificate.objective == 4.0
+    assert tried == [1, 2, 4]
+    tried.clear()
+    monkeypatch.setattr(microbatch_count, "_has_room_for_state", lambda *_: True)
+    assert microbatch_count.fewest_that_fit(tiny()[0], replace(job, memory=90)).certificate.objective == 4.0
+    assert tried == [1, 4]  # the first needs more than four times the memory
+    fits = 100
+    with pytest.raises(InfeasibleError) as e:
+        microbatch_count.fewest_that_fit(tiny()[0], job)
+    assert e.value.needed == 149

@@ -18,6 +18,7 @@ from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.emitted.rewritten import unverified, unverified_in_stages
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
+from autopar.search.pipeline import branch_and_bound
 from autopar.search.pipeline.cuts import forward_order, named_cuts
 from autopar.sharding.dims import analyze
 
@@ -118,6 +119,21 @@ def test_each_stage_has_a_block() -> None:
     search = Search(pins={"stages": 8, "microbatches": 8})
     with pytest.raises(InfeasibleError, match="blocks has 7 blocks; ask for fewer stages"):
         autopar.plan(model, batch, cluster=MACHINE, axes={"pp": 8}, search=search)
+
+
+@pytest.mark.slow
+def test_a_first_plan_within_the_budget_has_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the best, and rules out many pipelines; a search of all of them takes longer than there may be."""
+    monkeypatch.setattr(branch_and_bound, "LIMITS", 0)  # whatever is known first
+    model, batch = example()
+    near = replace(MACHINE, links=MACHINE.links[:1], group_sizes=())
+    free = autopar.plan(model, batch, cluster=near, axes=AXES)
+    memory = 0.9 * peak_bytes(free)
+    search = Search(pins={"stages": "search"})
+    first = autopar.plan(model, batch, cluster=near, axes=AXES, memory=memory, search=search)
+    assert first.pipeline is None
+    assert peak_bytes(first) <= memory
+    assert first.certificate.lower_bound <= free.predicted.step_seconds * (1 + 1e-9)
 
 
 @pytest.mark.slow
