@@ -8,6 +8,7 @@
 * Batch norm with ``momentum=None`` counts with a tensor, not with the number in it.
 * Copies of parameters are refused: they would be strangers.
 * `nn.Transformer` takes masks as they are, where it would look whether they are causal; its encoder fills with zeros.
+* Sequences that recurrent layers would take packed stay padded, under masks.
 * `flex_attention` is attention under the mask that its functions make, or its formula.
 * `associative_scan` is one operator where it is a linear recurrence.
 * Values that are looked at only to raise or to warn are results, too, which are checked after every step.
@@ -46,13 +47,14 @@ from autopar._torch_compat import (
     suggest_memory_format,
     without_modes,
 )
-from autopar.capture.checks.after_step import CHECK_MATRICES, Check, check_count, check_matrices, refusal
+from autopar.capture.checks.after_step import CHECK_MATRICES, Check, check_count, check_matrices, check_some, refusal
 from autopar.capture.checks.conditions import Conditions, calling_frame
 from autopar.capture.checks.statements import is_argument_of
 from autopar.capture.functions.drawing import DRAWING, drawn
 from autopar.capture.functions.formulas import BY_FORMULA, CHECKED, checked_matrices
 from autopar.capture.functions.kinds import is_leaf
-from autopar.capture.functions.padded_encoder import padded_with_zeros
+from autopar.capture.functions.padding.encoder import padded_with_zeros
+from autopar.capture.functions.padding.sequences import padded_sequences
 from autopar.capture.origins import user_frame
 from autopar.capture.state.known import KnownValues
 from autopar.capture.state.on_mesh import is_on_mesh
@@ -191,6 +193,7 @@ class Intercepts(TorchFunctionMode):
             self._memory.setdefault(storage_id(t), []).append((*extent(t), name, t))
         self.checked: list[tuple[torch.Tensor, str, bool]] = []
         self.conditions = Conditions()
+        self.required: list[tuple[torch.Tensor, Callable[[], None]]] = []
         self.stride_read = ""
 
     @contextlib.contextmanager
@@ -205,6 +208,7 @@ class Intercepts(TorchFunctionMode):
                 checked_matrices(),
                 masks_as_they_are(),
                 padded_with_zeros(),
+                padded_sequences(self._refuse, self._require),
                 by_parts(),
                 by_operator(),
                 _Checks(self.checked, self.known),
@@ -293,11 +297,17 @@ class Intercepts(TorchFunctionMode):
         line = "{}:{}".format(*user_frame())
         self.conditions.found.append((invalid.sum(), refusal(f"{function} was given {values}, at {line}")))
 
+    def _require(self, condition: torch.Tensor, function: str, values: str) -> None:
+        """After a step, raise where none of ``condition`` is true."""
+        line = "{}:{}".format(*user_frame())
+        self.required.append((condition.sum(), refusal(f"{function} was given {values}; at {line}")))
+
     def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check, ...]:
         """What is to be checked after a step."""
         self.conditions.close()
         matrices = [functools.partial(check_matrices, leaf(info), name, single) for info, name, single in self.checked]
-        return (*matrices, *(functools.partial(check_count, leaf(n), fail) for n, fail in self.conditions.found))
+        invalid = [functools.partial(check_count, leaf(n), fail) for n, fail in self.conditions.found]
+        return (*matrices, *invalid, *(functools.partial(check_some, leaf(n), fail) for n, fail in self.required))
 
 
 def _name(func: Any) -> str:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch_compat import TorchDispatchMode
 from autopar.capture import Batch, Harness, LossFunction
-from autopar.capture.functions.padded_encoder import padded_with_zeros
+from autopar.capture.functions.padding.encoder import padded_with_zeros
 from autopar.capture.intercepts import branches_taken
 from autopar.capture.state.hooks import hooks_undone
 from autopar.capture.state.record import Record

@@ -13,6 +13,8 @@ from tests.capture.test_checks import Check, Checked, batches, either, largest, 
 from tests.capture.test_ctc import Speech, selected
 from tests.capture.test_ctc import batch as speech_batch
 from tests.capture.test_known import Looks, require_equal, train
+from tests.capture.test_packed_sequences import Tagger
+from tests.capture.test_packed_sequences import batch as sequences
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
 
@@ -79,3 +81,35 @@ def speech(rank: int | None) -> list[Any]:
 def test_ctc_losses_on_ranks(two_ranks: Ranks) -> None:
     for found in two_ranks.run(speech):
         assert found == pytest.approx(speech(None), rel=1e-10)
+
+
+def tagged(rank: int | None) -> list[Any]:
+    """Losses of three steps, and what is said of lengths as eager mode has none: above and below what there is."""
+    torch.manual_seed(0)
+    model: Any = Tagger("LSTM")
+    if rank is not None:
+        search = Search(recipe="ddp", pins={"microbatches": 2})
+        model = parallelize(model, mesh_of(2), cluster=slow_devices(), search=search, timeout=WAIT)
+    optimizer, (x, lengths) = torch.optim.AdamW(model.parameters(), 0.1), sequences()
+    found: list[Any] = []
+    for _ in range(3):
+        loss = model(x, lengths)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    if rank is not None:
+        for wrong in (lengths - 1, lengths.clamp(max=3)):
+            with pytest.raises(ValueError, match="packed") as e:
+                model(x, wrong)
+            found.append(str(e.value))
+    return found
+
+
+@pytest.mark.distributed
+def test_packed_sequences_on_ranks(two_ranks: Ranks) -> None:
+    """A microbatch and a rank may have no sequence of all steps, if another one has."""
+    for *losses, short, cut in two_ranks.run(tagged):
+        assert losses == pytest.approx(tagged(None), rel=1e-10)
+        assert "lengths that are not positive" in short
+        assert "pass total_length=4" in cut

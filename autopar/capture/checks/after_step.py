@@ -42,6 +42,12 @@ def check_count(invalid: Leaf, fail: Callable[[], None], results: Any) -> None:
         fail()
 
 
+def check_some(valid: Leaf, fail: Callable[[], None], results: Any) -> None:
+    """Let a check fail where the result that counts what must be there, ``valid``, is zero."""
+    if not int(results[valid.index]):
+        fail()
+
+
 def refusal(said: str) -> Callable[[], None]:
     """What fails where a function of torch was given values that it refuses; torch has the values to show."""
 

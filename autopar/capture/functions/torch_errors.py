@@ -71,11 +71,6 @@ _REASONS = (
 """Texts of torch's errors, and what they mean to the user; texts change between versions, and then its own is shown."""
 
 
-_PACKED = (
-    "give the recurrent layer the padded sequences and take what you need of its output by the lengths: "
-    "output[torch.arange(len(lengths)), lengths - 1] is the last state; or "
-)
-
 _GROUPED = "set config._experts_implementation to 'grouped_mm', which loops over none; or "
 _STACKED = (
     "stack the experts' weights and multiply tokens, sorted by expert, by groups (torch._grouped_mm), or all tokens by "
@@ -86,8 +81,6 @@ _OF_EXPERTS = re.compile(r"[Ee]xpert|M[oO]E|Moe|\bmoe")
 """Names of what is, or calls, a mixture of experts."""
 
 _REMEDIES = {
-    "pack_padded_sequence": _PACKED,
-    "pack_sequence": _PACKED,
     "lstsq": "solve the normal equations, torch.linalg.solve(a.mT @ a, a.mT @ b), or use torch.linalg.pinv(a) @ b; or ",
     "repeat_interleave": "pass output_size=, the sum of the repeats; or ",
     "bincount": "count with one_hot(values, n).sum(0), or with index_add; or ",
