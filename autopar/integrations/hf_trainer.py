@@ -60,7 +60,8 @@ class WholeBatches:
 
     Raises:
         TypeError: ``model`` is no parallel module, and none that is in it has all of its parameters.
-        ValueError: settings let transformers or accelerate distribute, or load other rows on each rank.
+        ValueError: settings let transformers or accelerate distribute, or load other rows on each rank; or it computes
+            its loss within the model's forward, as TRL's DistillationTrainer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,6 +70,12 @@ class WholeBatches:
         before = [_own_forwards(m) for m in given]
         super().__init__(*args, **kwargs)
         trainer: Any = self
+        if hasattr(trainer, "_forward_redirection"):
+            raise ValueError(
+                f"{_named(type(self))} runs its whole loss, with the teacher's forward in it, in the place of the "
+                "model's forward, which is no graph of this model: use GKDTrainer of trl.experimental.gkd, with its "
+                "loss outside (lmbda=1.0 trains on the student's own completions)"
+            )
         if trainer.args.train_sampling_strategy == "batch_rebalance":
             raise ValueError(
                 'train_sampling_strategy="batch_rebalance" gives every rank other rows, and here every rank loads the '
@@ -171,6 +178,11 @@ class WholeBatches:
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         if checkpoint is not None:
             take_random_numbers_of_rank_0(_require_parallel(trainer.model)._autopar.context)
+
+
+def _named(trainer: type) -> str:
+    """The library's class that `WholeBatches` was put before."""
+    return next((c.__name__ for c in trainer.__mro__ if c.__module__.partition(".")[0] == "trl"), trainer.__name__)
 
 
 def _require_parallel(model: Any) -> ParallelModule:
