@@ -134,10 +134,22 @@ class WholeBatches:
         # PEFT's models and transformers' own have a method that rank 0 alone needs the tensors for.
         if state_dict is None and not _saves_itself(trainer.model):
             state_dict = trainer.accelerator.get_state_dict(trainer.model)
-        # As for models that transformers has distributed: every rank comes here, since tensors are collected.
-        collected = attributes(self, is_distributed_loading_by_transformers=True)
-        with collected, _folder_of_rank_0(trainer.model, output_dir) as folder:
-            super()._save(folder, state_dict)  # type: ignore[misc]
+        save = super()._save  # type: ignore[misc]
+
+        def write() -> None:
+            # As for models that transformers has distributed: every rank comes here, since tensors are collected.
+            collected = attributes(self, is_distributed_loading_by_transformers=True)
+            with collected, _folder_of_rank_0(trainer.model, output_dir) as folder:
+                save(folder, state_dict)
+
+        # Together, so that others neither read the files before they are there nor go on if the disk is full.
+        _require_parallel(trainer.model)._autopar.context.together(write, "Trainer.save_model()")
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        trainer: Any = self
+        save = super()._save_checkpoint  # type: ignore[misc]
+        context = _require_parallel(trainer.model)._autopar.context
+        context.together(lambda: save(*args, **kwargs), "a checkpoint of Trainer")
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's: every rank has the numbers of all rows, and looks for them where it alone may write."""
