@@ -191,10 +191,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Rank 0 has the whole model and optimizer state in host memory for that. Where it is too large, write
         `autopar.checkpoint.save` instead.
+
+        Raises:
+            RankError: the folder differs between ranks, or another rank has failed.
         """
         save = functools.partial(super().save_state, output_dir, safe_serialization, **kwargs)
         with attributes(self, _optimizers=self._whole_optimizers(), _custom_objects=self._whole_objects()):
             for model in self._parallel()[:1]:
+                remedy = "name one folder on every rank: a time in it is each rank's own"
+                model._autopar.context.agree(str(output_dir), "the folder of save_state()", remedy)
                 # So that others neither read files before these are there nor go on if the disk is full.
                 return model._autopar.context.together(save, "Accelerator.save_state()")
             return save()

@@ -62,6 +62,7 @@ class WholeBatches:
         TypeError: ``model`` is no parallel module, and none that is in it has all of its parameters.
         ValueError: settings let transformers or accelerate distribute, or load other rows on each rank; or it computes
             its loss within the model's forward, as TRL's DistillationTrainer.
+        RankError: ``output_dir`` differs between ranks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -85,6 +86,9 @@ class WholeBatches:
             context = _require_parallel(trainer.model)._autopar.context
             # TRL's trainer of GRPO seeds every process in its own way, and here all of them draw for the same rows.
             take_random_numbers_of_rank_0(context, host=False)
+            # Else one rank would load a best checkpoint that another does not find, of which there is but a warning.
+            folder = str(trainer.args.output_dir)
+            context.agree(folder, "output_dir", "name one folder on every rank: a time in it is each rank's own")
         for model, forwards in zip(given, before, strict=True):
             if _own_forwards(model) != forwards:
                 _compute_loss_outside(model)

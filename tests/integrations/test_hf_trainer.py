@@ -382,16 +382,27 @@ def waits(rank: int, count: int, folder: str) -> list[Any]:
         accelerator.register_save_state_pre_hook(lambda *_: trainer.late(Path(folder) / "state"))
         accelerator.save_state(f"{folder}/states")
         found.append((Path(folder) / "state").exists())
-        trainer.fails = True
-        try:
-            trainer.save_model(f"{folder}/full")
-        except Exception as e:
-            found.append(f"{type(e).__name__}: {e}")
+        trainer.fails, args.output_dir = True, f"{folder}/{rank}"
+        for attempt in (
+            lambda: trainer.save_model(f"{folder}/full"),
+            lambda: type(trainer)(model=model, args=args, train_dataset=rows),
+            lambda: accelerator.save_state(args.output_dir),
+        ):
+            try:
+                attempt()
+            except Exception as e:
+                found.append(f"{type(e).__name__}: {e}")
         return found if state is model else []
 
 
 @pytest.mark.slow
 def test_ranks_go_on_when_files_are_there(two: Ranks, tmp_path: Path) -> None:
     first, second = two.run(waits, 2, str(tmp_path))
-    assert first == [True, True, True, "OSError: No space left on device"]
-    assert second == [*first[:3], "RankError: rank 0 failed at Trainer.save_model(): OSError: No space left on device"]
+    full = "OSError: No space left on device"
+    assert first[:4] == [True, True, True, full]
+    assert second[:4] == [True, True, True, f"RankError: rank 0 failed at Trainer.save_model(): {full}"]
+    for found in (first, second):
+        said = [e.partition(";")[0].replace(str(tmp_path), "") for e in found[4:]]
+        assert said == [
+            f"RankError: {n}: rank 1 has /1, rank 0 has /0" for n in ("output_dir", "the folder of save_state()")
+        ]
