@@ -48,6 +48,9 @@ except ImportError as e:
     raise ImportError(f"transformers' Trainer cannot be imported: {e}; pip install transformers accelerate") from e
 
 
+_SHARED = "output_dir must be on a file system that every rank reads: rank 0 writes the files"
+
+
 class WholeBatches:
     """Comes before a subclass of `transformers.Trainer` in the bases of a class.
 
@@ -154,6 +157,14 @@ class WholeBatches:
         save = super()._save_checkpoint  # type: ignore[misc]
         context = _require_parallel(trainer.model)._autopar.context
         context.together(lambda: save(*args, **kwargs), "a checkpoint of Trainer")
+        if trainer.args.load_best_model_at_end:
+            context.agree(trainer.state.best_model_checkpoint, "the best checkpoint that is there", _SHARED)
+
+    def _load_best_model(self) -> None:
+        trainer: Any = self
+        found = _weights_in(trainer.state.best_model_checkpoint)
+        _require_parallel(trainer.model)._autopar.context.agree(found, "files of the best checkpoint", _SHARED)
+        super()._load_best_model()  # type: ignore[misc]
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's: every rank has the numbers of all rows, and looks for them where it alone may write."""
@@ -167,8 +178,12 @@ class WholeBatches:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self
-        folder = Path(checkpoint or "")
-        if checkpoint is None or not all((folder / n).is_file() for n in (OPTIMIZER_NAME, SCHEDULER_NAME)):
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        found = tuple(n for n in (OPTIMIZER_NAME, SCHEDULER_NAME) if (folder / n).is_file())
+        _require_parallel(trainer.model)._autopar.context.agree(found, f"optimizer state in {checkpoint}", _SHARED)
+        if len(found) < 2:
             return
         # Not transformers', which loads whole tensors to every device.
         state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
@@ -194,6 +209,11 @@ class WholeBatches:
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         if checkpoint is not None:
             take_random_numbers_of_rank_0(_require_parallel(trainer.model)._autopar.context)
+
+
+def _weights_in(folder: str) -> tuple[str, ...]:
+    """Names of files of weights that this rank finds."""
+    return tuple(sorted(p.name for p in Path(folder).glob("*") if p.name.startswith(("model", "pytorch_", "adapter_"))))
 
 
 def _named(trainer: type) -> str:

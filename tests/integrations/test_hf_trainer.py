@@ -382,6 +382,12 @@ def waits(rank: int, count: int, folder: str) -> list[Any]:
         accelerator.register_save_state_pre_hook(lambda *_: trainer.late(Path(folder) / "state"))
         accelerator.save_state(f"{folder}/states")
         found.append((Path(folder) / "state").exists())
+        seen = folder if rank == 0 else f"{folder}/of another machine"
+        trainer.state.best_model_checkpoint = f"{seen}/checkpoint-1"
+        try:
+            trainer._load_best_model()
+        except Exception as e:
+            found.append(f"{type(e).__name__}: {e}")
         trainer.fails, args.output_dir = True, f"{folder}/{rank}"
         for attempt in (
             lambda: trainer.save_model(f"{folder}/full"),
@@ -399,6 +405,9 @@ def waits(rank: int, count: int, folder: str) -> list[Any]:
 def test_ranks_go_on_when_files_are_there(two: Ranks, tmp_path: Path) -> None:
     first, second = two.run(waits, 2, str(tmp_path))
     full = "OSError: No space left on device"
+    best = "RankError: files of the best checkpoint: rank 1 has (), rank 0 has ('model.safetensors',)"
+    assert first.pop(3).startswith(best)
+    assert second.pop(3).startswith(best)
     assert first[:4] == [True, True, True, full]
     assert second[:4] == [True, True, True, f"RankError: rank 0 failed at Trainer.save_model(): {full}"]
     for found in (first, second):
