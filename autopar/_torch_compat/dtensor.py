@@ -124,6 +124,33 @@ def convert_assigned(convert: Callable[[Any, torch.Tensor, str], torch.Tensor | 
     DTensor.grad = property(grad.__get__, set_grad, grad.__delete__)  # type: ignore[assignment]
 
 
+_SWAP: Any = torch.utils.swap_tensors
+
+
+def convert_in_place(is_own: Callable[[torch.Tensor], bool]) -> None:
+    """Let ``module.to(dtype)`` convert the DTensors that ``is_own`` is true of in place, as it does plain parameters.
+
+    Torch swaps them with others, which have none of their attributes. Where it refuses, since a graph holds one (the
+    weight that an old ``weight_norm`` has computed, a penalty that is still to be differentiated), any is converted so.
+    Assigns to ``.data``, of which `convert_assigned` is to have made what it says.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        both = isinstance(t1, DTensor) and isinstance(t2, DTensor)
+        possible = both and t1.device.type == t2.device.type and t1.shape == t2.shape
+        try:
+            if not (possible and is_own(t1)):
+                _SWAP(t1, t2)
+                return
+        except RuntimeError:
+            if not possible:
+                raise
+        t1.data = t2
+
+    torch.utils.swap_tensors = swap_tensors
+
+
 def refuse_items_of_unreduced() -> None:
     """Make ``item()`` of a DTensor that is still to be reduced an error.
 

@@ -15,6 +15,7 @@ out its part. So `num_processes`, by which scripts multiply batch sizes and divi
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -190,9 +191,27 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Rank 0 has the whole model and optimizer state in host memory for that. Where it is too large, write
         `autopar.checkpoint.save` instead.
+
+        Raises:
+            RankError: the folder differs between ranks, or another rank has failed.
         """
+        save = functools.partial(super().save_state, output_dir, safe_serialization, **kwargs)
         with attributes(self, _optimizers=self._whole_optimizers(), _custom_objects=self._whole_objects()):
-            return super().save_state(output_dir, safe_serialization, **kwargs)
+            for model in self._parallel()[:1]:
+                remedy = "name one folder on every rank: a time in it is each rank's own"
+                model._autopar.context.agree(str(output_dir), "the folder of save_state()", remedy)
+                # So that others neither read files before these are there nor go on if the disk is full.
+                return model._autopar.context.together(save, "Accelerator.save_state()")
+            return save()
+
+    def save_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Save what one device would, by rank 0; every rank calls it."""
+        save = functools.partial(super().save_model, model, *args, **kwargs)
+        parallel = parallel_inside(model)
+        if parallel is None:
+            save()
+        else:
+            parallel._autopar.context.together(save, "Accelerator.save_model()")
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any

@@ -48,6 +48,9 @@ except ImportError as e:
     raise ImportError(f"transformers' Trainer cannot be imported: {e}; pip install transformers accelerate") from e
 
 
+_SHARED = "output_dir must be on a file system that every rank reads: rank 0 writes the files"
+
+
 class WholeBatches:
     """Comes before a subclass of `transformers.Trainer` in the bases of a class.
 
@@ -60,7 +63,9 @@ class WholeBatches:
 
     Raises:
         TypeError: ``model`` is no parallel module, and none that is in it has all of its parameters.
-        ValueError: settings let transformers or accelerate distribute, or load other rows on each rank.
+        ValueError: settings let transformers or accelerate distribute, or load other rows on each rank; or it computes
+            its loss within the model's forward, as TRL's DistillationTrainer.
+        RankError: ``output_dir`` differs between ranks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,6 +74,13 @@ class WholeBatches:
         before = [_own_forwards(m) for m in given]
         super().__init__(*args, **kwargs)
         trainer: Any = self
+        if hasattr(trainer, "_forward_redirection"):
+            raise ValueError(
+                f"{_named(type(self))} runs its whole loss, with the teacher's forward in it, in the place of the "
+                "model's forward, which is no graph of this model: leave out use_liger_kernel, or in place of "
+                "DistillationTrainer use GKDTrainer of trl.experimental.gkd, with its loss outside (lmbda=1.0 trains on "
+                "the student's own completions)"
+            )
         if trainer.args.train_sampling_strategy == "batch_rebalance":
             raise ValueError(
                 'train_sampling_strategy="batch_rebalance" gives every rank other rows, and here every rank loads the '
@@ -78,6 +90,9 @@ class WholeBatches:
             context = _require_parallel(trainer.model)._autopar.context
             # TRL's trainer of GRPO seeds every process in its own way, and here all of them draw for the same rows.
             take_random_numbers_of_rank_0(context, host=False)
+            # Else one rank would load a best checkpoint that another does not find, of which there is but a warning.
+            folder = str(trainer.args.output_dir)
+            context.agree(folder, "output_dir", "name one folder on every rank: a time in it is each rank's own")
         for model, forwards in zip(given, before, strict=True):
             if _own_forwards(model) != forwards:
                 _compute_loss_outside(model)
@@ -127,10 +142,30 @@ class WholeBatches:
         # PEFT's models and transformers' own have a method that rank 0 alone needs the tensors for.
         if state_dict is None and not _saves_itself(trainer.model):
             state_dict = trainer.accelerator.get_state_dict(trainer.model)
-        # As for models that transformers has distributed: every rank comes here, since tensors are collected.
-        collected = attributes(self, is_distributed_loading_by_transformers=True)
-        with collected, _folder_of_rank_0(trainer.model, output_dir) as folder:
-            super()._save(folder, state_dict)  # type: ignore[misc]
+        save = super()._save  # type: ignore[misc]
+
+        def write() -> None:
+            # As for models that transformers has distributed: every rank comes here, since tensors are collected.
+            collected = attributes(self, is_distributed_loading_by_transformers=True)
+            with collected, _folder_of_rank_0(trainer.model, output_dir) as folder:
+                save(folder, state_dict)
+
+        # Together, so that others neither read the files before they are there nor go on if the disk is full.
+        _require_parallel(trainer.model)._autopar.context.together(write, "Trainer.save_model()")
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        trainer: Any = self
+        save = super()._save_checkpoint  # type: ignore[misc]
+        context = _require_parallel(trainer.model)._autopar.context
+        context.together(lambda: save(*args, **kwargs), "a checkpoint of Trainer")
+        if trainer.args.load_best_model_at_end:
+            context.agree(trainer.state.best_model_checkpoint, "the best checkpoint that is there", _SHARED)
+
+    def _load_best_model(self) -> None:
+        trainer: Any = self
+        found = _weights_in(trainer.state.best_model_checkpoint)
+        _require_parallel(trainer.model)._autopar.context.agree(found, "files of the best checkpoint", _SHARED)
+        super()._load_best_model()  # type: ignore[misc]
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's: every rank has the numbers of all rows, and looks for them where it alone may write."""
@@ -144,8 +179,12 @@ class WholeBatches:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self
-        folder = Path(checkpoint or "")
-        if checkpoint is None or not all((folder / n).is_file() for n in (OPTIMIZER_NAME, SCHEDULER_NAME)):
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        found = tuple(n for n in (OPTIMIZER_NAME, SCHEDULER_NAME) if (folder / n).is_file())
+        _require_parallel(trainer.model)._autopar.context.agree(found, f"optimizer state in {checkpoint}", _SHARED)
+        if len(found) < 2:
             return
         # Not transformers', which loads whole tensors to every device.
         state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
@@ -171,6 +210,16 @@ class WholeBatches:
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         if checkpoint is not None:
             take_random_numbers_of_rank_0(_require_parallel(trainer.model)._autopar.context)
+
+
+def _weights_in(folder: str) -> tuple[str, ...]:
+    """Names of files of weights that this rank finds."""
+    return tuple(sorted(p.name for p in Path(folder).glob("*") if p.name.startswith(("model", "pytorch_", "adapter_"))))
+
+
+def _named(trainer: type) -> str:
+    """The library's class that `WholeBatches` was put before."""
+    return next((c.__name__ for c in trainer.__mro__ if c.__module__.partition(".")[0] == "trl"), trainer.__name__)
 
 
 def _require_parallel(model: Any) -> ParallelModule:

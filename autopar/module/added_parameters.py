@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.capture.state.slots import tensor_attributes
 from autopar.errors import RankError
 from autopar.ir.layout import replicated
 from autopar.runtime.dtensor import full_tensor, plain_type, to_placements
@@ -49,8 +50,7 @@ def take_added(
     _require_same({n: p for n, p in new.items() if not isinstance(p, DTensor)}, context)
     optimizers, replacement = optimizers_of(new.values()), {}
     for name, parameter in new.items():
-        whole = full_tensor(parameter.detach()) if isinstance(parameter, DTensor) else parameter
-        taken = distributed(whole if whole is parameter else nn.Parameter(whole, parameter.requires_grad), context)
+        taken = distributed(_whole(parameter) if isinstance(parameter, DTensor) else parameter, context)
         if name in types:
             slice_replicated(taken, *types[name], context)
         replacement[id(parameter)] = taken
@@ -61,6 +61,15 @@ def take_added(
         for old in [p for p in optimizer.state if id(p) in replacement]:
             optimizer.state[replacement[id(old)]] = optimizer.state.pop(old)
     return True
+
+
+def _whole(parameter: nn.Parameter) -> nn.Parameter:
+    """A plain parameter of the values, gradient and attributes of one on the mesh; a collective call."""
+    plain = nn.Parameter(full_tensor(parameter.detach()), parameter.requires_grad)
+    vars(plain).update(tensor_attributes(parameter))
+    if parameter.grad is not None:
+        plain.grad = full_tensor(parameter.grad)
+    return plain
 
 
 def _is_new(name: str, parameter: nn.Parameter, types: ParameterLayouts, context: MeshContext) -> bool:

@@ -81,3 +81,50 @@ def apart(rank: int) -> dict[str, float]:
 def test_what_is_assigned(two_ranks: Ranks) -> None:
     for found in two_ranks.run(apart):
         assert max(found.values()) < 1e-10, found
+
+
+HELD: dict[str, Callable[[Any], Any]] = {
+    "weight_norm": lambda model: nn.utils.weight_norm(model[0]),  # its weight is computed, and has them in its graph
+    "spectral_norm": lambda model: nn.utils.spectral_norm(model[0]),  # the parameter gets another name
+    "a penalty": lambda model: sum(p.square().sum() for p in model.parameters()),
+    "a new value": lambda model: None,
+}
+
+
+def converted(model: Any, case: str) -> list[Any]:
+    """Losses and gradients of a step in each of two dtypes, and what the user has put on a parameter."""
+    found: list[Any] = []
+    x, called = torch.arange(32, dtype=D).view(8, 4).cos(), []
+    weight = model[2].weight
+    weight.register_post_accumulate_grad_hook(lambda p: called.append(p.dtype))
+    weight.kind = "last"
+    for dtype in (D, torch.float32):
+        model.to(dtype)
+        if case == "a new value":
+            model[0].weight.data = VALUE.to(dtype)
+        loss = model(x.to(dtype)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        if dtype == D:
+            torch.manual_seed(3)
+            held = HELD[case](model)
+    del held
+    return [*(t.full_tensor() if hasattr(t, "full_tensor") else t for t in found), called, model[2].weight.kind]
+
+
+def apart_converted(rank: int) -> dict[str, float]:
+    apart = {}
+    for case in HELD:
+        search = Search(recipe="fsdp")
+        model = parallelize(net(), mesh_of(2), cluster=slow_devices(), search=search, timeout=WAIT, outputs="whole")
+        (*found, calls, kind), (*expected, others, _) = converted(model, case), converted(net(), case)
+        assert (calls, kind) == (others, "last")
+        apart[case] = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    return apart
+
+
+@pytest.mark.slow
+def test_conversion_keeps_what_is_on_a_parameter(two_ranks: Ranks) -> None:
+    """And converts one that a graph holds, as it does plain ones."""
+    for found in two_ranks.run(apart_converted):
+        assert max(found.values()) < 1e-6, found

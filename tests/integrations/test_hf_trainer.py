@@ -334,3 +334,84 @@ def test_a_model_around_a_parallel_one(tmp_path: Path) -> None:
     beside.other = nn.Linear(4, 4)
     with pytest.raises(TypeError, match="all of its parameters in one such module, got a Around"):
         trained(Trainer, beside, "beside")
+
+
+def waits(rank: int, count: int, folder: str) -> list[Any]:
+    """Whether files are there once a rank goes on, though rank 0 takes its time; and errors of rank 0 alone."""
+    import time
+
+    import transformers
+
+    from autopar import parallelize
+    from autopar.integrations.hf_accelerate import Accelerator
+    from autopar.integrations.hf_trainer import WholeBatches
+
+    class Slow(transformers.Trainer):  # type: ignore[misc]
+        fails = False
+
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            if self.fails and rank == 0:
+                raise OSError("No space left on device")
+            super()._save(output_dir, state_dict)
+            self.late(Path(str(output_dir)) / "late")
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            super()._save_checkpoint(model, trial)
+            self.late(Path(folder) / "late")
+
+        def late(self, path: Path) -> None:
+            if rank == 0:
+                time.sleep(0.5)
+                path.touch()
+
+    with launched(rank, count):
+        torch.manual_seed(0)
+        model = Around(parallelize(nn.Linear(8, 4), mesh_of(count), cluster=slow_devices(), timeout=WAIT))
+        rows = [{"x": torch.randn(8), "y": torch.randn(4)} for _ in range(8)]
+        args = transformers.TrainingArguments(
+            folder, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True, max_steps=1, save_steps=1,
+            per_device_train_batch_size=4,
+        )  # fmt: skip
+        trainer = type("Trainer", (WholeBatches, Slow), {})(model=model, args=args, train_dataset=rows)
+        trainer.train()
+        found: list[Any] = [(Path(folder) / "late").exists()]
+        trainer.save_model(f"{folder}/model")
+        found.append((Path(folder) / "model" / "late").exists())
+        accelerator = Accelerator(cpu=True)
+        state = accelerator.prepare(model)
+        accelerator.register_save_state_pre_hook(lambda *_: trainer.late(Path(folder) / "state"))
+        accelerator.save_state(f"{folder}/states")
+        found.append((Path(folder) / "state").exists())
+        seen = folder if rank == 0 else f"{folder}/of another machine"
+        trainer.state.best_model_checkpoint = f"{seen}/checkpoint-1"
+        try:
+            trainer._load_best_model()
+        except Exception as e:
+            found.append(f"{type(e).__name__}: {e}")
+        trainer.fails, args.output_dir = True, f"{folder}/{rank}"
+        for attempt in (
+            lambda: trainer.save_model(f"{folder}/full"),
+            lambda: type(trainer)(model=model, args=args, train_dataset=rows),
+            lambda: accelerator.save_state(args.output_dir),
+        ):
+            try:
+                attempt()
+            except Exception as e:
+                found.append(f"{type(e).__name__}: {e}")
+        return found if state is model else []
+
+
+@pytest.mark.slow
+def test_ranks_go_on_when_files_are_there(two: Ranks, tmp_path: Path) -> None:
+    first, second = two.run(waits, 2, str(tmp_path))
+    full = "OSError: No space left on device"
+    best = "RankError: files of the best checkpoint: rank 1 has (), rank 0 has ('model.safetensors',)"
+    assert first.pop(3).startswith(best)
+    assert second.pop(3).startswith(best)
+    assert first[:4] == [True, True, True, full]
+    assert second[:4] == [True, True, True, f"RankError: rank 0 failed at Trainer.save_model(): {full}"]
+    for found in (first, second):
+        said = [e.partition(";")[0].replace(str(tmp_path), "") for e in found[4:]]
+        assert said == [
+            f"RankError: {n}: rank 1 has /1, rank 0 has /0" for n in ("output_dir", "the folder of save_state()")
+        ]

@@ -57,6 +57,22 @@ def test_every_rank_writes_reference_log_probabilities(monkeypatch: pytest.Monke
     assert not Base.accelerator.is_main_process
 
 
+def test_a_loss_within_the_models_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `DistillationTrainer`'s, which also calls the teacher there."""
+    import sys
+
+    from autopar.integrations.hf_trainer import WholeBatches
+
+    class DistillationTrainer:
+        def __init__(self) -> None:
+            self._forward_redirection = object()
+
+    DistillationTrainer.__module__ = "trl.trainer.distillation_trainer"
+    monkeypatch.setitem(sys.modules, DistillationTrainer.__module__, SimpleNamespace())
+    with pytest.raises(ValueError, match=r"^DistillationTrainer runs its whole loss.*use GKDTrainer"):
+        type("Trainer", (WholeBatches, DistillationTrainer), {})()
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -125,6 +125,26 @@ def test_what_is_assigned_to_a_dtensor_is_converted(fake_group: object, monkeypa
     assert float(other.to_local()[0, 0]) == 2  # torch alone leaves 0: what `convert_assigned` is for
 
 
+def test_modules_convert_by_the_name_that_is_replaced(fake_group: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``Module.to`` finds ``torch.utils.swap_tensors`` when it is called, and swaps DTensors."""
+    monkeypatch.setattr(torch.utils, "swap_tensors", torch.utils.swap_tensors)
+    for name in ("data", "grad"):
+        monkeypatch.setattr(DTensor, name, getattr(DTensor, name))
+    compat.convert_assigned(lambda *_: None)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    layer = nn.Linear(2, 4, bias=False)
+    layer.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False))
+    layer.weight.kind, own = "ours", layer.weight  # type: ignore[attr-defined]
+    for known in (True, False):
+        compat.convert_in_place(lambda _, known=known: known)
+        penalty = layer.weight.square()  # a graph that holds it
+        layer.to(torch.float64 if known else torch.float32)
+        assert layer.weight is own
+        assert layer.weight.kind == "ours"
+        assert layer.weight.to_local().dtype == layer.weight.dtype == (torch.float64 if known else torch.float32)
+        del penalty
+
+
 def test_items_of_what_is_not_reduced_are_refused(fake_group: object) -> None:
     """Torch lets a handler take the place of its own ``item()``, which gives this rank's term."""
     compat.refuse_items_of_unreduced()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch_compat import (
     assign_in_parametrizations,
     convert_assigned,
+    convert_in_place,
     copy_parameters_alone,
     refuse_to_pickle_parts,
 )
@@ -101,8 +102,9 @@ def storage_of(parameter: torch.Tensor) -> ParameterStorage | None:
 
 
 def install_assignments() -> None:
-    """Let ``.data`` and ``.grad`` of parameters on a mesh take whole tensors."""
+    """Let ``.data`` and ``.grad`` of parameters on a mesh take whole tensors, and ``module.to`` keep their storage."""
     convert_assigned(_converted)
+    convert_in_place(lambda tensor: storage_of(tensor) is not None)
     assign_in_parametrizations()
     refuse_to_pickle_parts(_unpicklable)
     copy_parameters_alone()
