@@ -78,8 +78,8 @@ class WholeBatches:
             raise ValueError(
                 f"{_named(type(self))} runs its whole loss, with the teacher's forward in it, in the place of the "
                 "model's forward, which is no graph of this model: leave out use_liger_kernel, or in place of "
-                "DistillationTrainer use GKDTrainer of trl.experimental.gkd, with its loss outside (lmbda=1.0 trains on "
-                "the student's own completions)"
+                "DistillationTrainer use GKDTrainer of trl.experimental.gkd, with its loss outside (lmbda=1.0 trains "
+                "on the student's own completions)"
             )
         if trainer.args.train_sampling_strategy == "batch_rebalance":
             raise ValueError(

@@ -69,7 +69,7 @@ def test_a_loss_within_the_models_forward_is_refused(monkeypatch: pytest.MonkeyP
 
     DistillationTrainer.__module__ = "trl.trainer.distillation_trainer"
     monkeypatch.setitem(sys.modules, DistillationTrainer.__module__, SimpleNamespace())
-    with pytest.raises(ValueError, match=r"^DistillationTrainer runs its whole loss.*use GKDTrainer"):
+    with pytest.raises(ValueError, match=r"^DistillationTrainer runs its whole loss.* use GKDTrainer"):
         type("Trainer", (WholeBatches, DistillationTrainer), {})()
 
 
