@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.ir.program import Program
 from autopar.passes.canonicalize.attention import canonicalize_attention
+from autopar.passes.canonicalize.batch_loops import batch_loops
 from autopar.passes.canonicalize.cross_entropy import fuse_cross_entropy
 from autopar.passes.canonicalize.experts import route_experts
 from autopar.passes.canonicalize.masks import masks_by_function
@@ -25,7 +26,7 @@ def canonical(program: Program) -> Program:
     Strides come first: they are those of the captured graph. What is fused is found in canonical form.
     """
     program = masks_by_function(canonicalize_attention(canonicalize_strides(program)))
-    program = cut_terms(canonicalize(canonicalize_random(program)))
+    program = cut_terms(batch_loops(canonicalize(canonicalize_random(program))))
     program = reverse_scans(cut_tables(lengthen_rows(merge_windows(program))))
     program = add_rows(route_experts(fuse_cross_entropy(program)))
     longer = pad_short_dims(program)
