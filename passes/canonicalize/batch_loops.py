@@ -133,28 +133,35 @@ class _Found:
         rounds: operators that some round has, in the order of the first one's.
         of: what each operator belongs to, and the number of its round.
         place: of each node in the graph.
+        same: of what no round makes, the first operator that makes the same.
     """
 
     rounds: list[_Rounds] = field(default_factory=list)
     of: dict[fx.Node, tuple[_Rounds, int]] = field(default_factory=dict)
     place: dict[fx.Node, int] = field(default_factory=dict)
+    same: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 def _find(graph: fx.Graph, count: int) -> _Found:
     """Operators by what they are in any round, also where some rounds have none like it."""
-    found, known = _Found(), dict[Any, _Rounds]()
+    found, known, equal = _Found(), dict[Any, _Rounds](), dict[Any, fx.Node]()
     for place, node in enumerate(graph.nodes):
         found.place[node] = place
         if node.op != "call_function":
             continue
-        arguments = tuple(found.of.get(a, (a, None)) for a in tensor_arguments(node))
+        arguments = tuple(found.of.get(a, (found.same.get(a, a), None)) for a in tensor_arguments(node))
         lanes = {lane for _, lane in arguments if lane is not None}
         common: Any = (node.target, is_backward(node), info(node).region)
         if not lanes:
             part = _part(node, count)
             if part is None:
+                # What each round makes anew, such as a cast of all tokens.
+                if _is_known(node):
+                    values = tuple(value for value, _ in arguments)
+                    found.same[node] = equal.setdefault((*common, values, _static(node, -1, count)), node)
                 continue
             source, dim, size, lane = part
+            source = found.same.get(source, source)
             key, made = (*common, source, dim, size), _Rounds({}, (source,), source, dim)
         elif len(lanes) == 1 and _is_known(node):
             (lane,) = lanes
@@ -321,6 +328,17 @@ def _terms(root: fx.Node) -> list[fx.Node]:
             pending += reversed(tensor_arguments(node))
         else:
             found.append(node)
+    return found
+
+
+def _additions(root: fx.Node) -> list[fx.Node]:
+    """The sums below one that are none of its terms, from the top."""
+    found, pending = list[fx.Node](), tensor_arguments(root)
+    while pending:
+        node = pending.pop()
+        if _is_addition(node) and len(node.users) == 1 and _alike(node, root):
+            found.append(node)
+            pending += tensor_arguments(node)
     return found
 
 
@@ -538,6 +556,7 @@ class _Emitter:
         assert root is not None
         members = set(rounds.members.values())
         value = root.meta["val"]
+        below = _additions(root)
         others = [t for t in _terms(root) if t not in members and not _is_zero(t, root)]
         with self.graph.inserting_before(root):
             if _place_of(rounds, self.count) is None:
@@ -549,6 +568,10 @@ class _Emitter:
             root.args = (others[0], made)
         else:
             root.replace_all_uses_with(made)
+            below.insert(0, root)
+        # Terms of other rounds are in the new sum alone.
+        for node in below:
+            self.graph.erase_node(node)
 
     def _join(self, made: fx.Node, user: fx.Node) -> None:
         dim = int(user.args[1]) if len(user.args) > 1 else 0  # type: ignore[arg-type]
@@ -557,6 +580,7 @@ class _Emitter:
             if user.target is aten.cat.default:
                 joined = self._call(user, aten.reshape.default, joined, list(user.meta["val"].shape))
         user.replace_all_uses_with(joined)
+        self.graph.erase_node(user)
 
 
 def _is_zero(node: fx.Node, root: fx.Node) -> bool:
