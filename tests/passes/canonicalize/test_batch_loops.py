@@ -72,7 +72,7 @@ class Iterated(Experts):
         hot = F.one_hot(chosen, EXPERTS).to(x.dtype)
         made = [F.relu(F.linear(x, u.T, b)) @ d for u, b, d in zip(self.up, self.bias, self.down, strict=True)]
         y = (torch.stack(made, -2) * (hot * top[..., None]).sum(-2)[..., None]).sum(-2)
-        return (x + y).square().mean() + (hot.mean((0, 1, 2)) * scores.mean((0, 1))).sum()
+        return (x + y).square().mean() + (hot.mean((1, 2)) * scores.mean(1)).mean()
 
 
 class Gated(Experts):
