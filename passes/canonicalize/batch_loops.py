@@ -24,14 +24,14 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.ir.graph import copy_graph, insert_call, is_backward, tensor_arguments
-from autopar.ir.node_info import info
+from autopar.ir.graph import copy_graph, inherit_origin, insert_call, is_backward, tensor_arguments
+from autopar.ir.node_info import info, set_info
 from autopar.ir.program import Program
 
 aten = torch.ops.aten
@@ -214,7 +214,8 @@ def _part(node: fx.Node, count: int) -> tuple[fx.Node, int | None, int, int] | N
 def _is_known(node: fx.Node) -> bool:
     """Whether an operator has a batched form."""
     if node.target is operator.getitem:
-        return node.args[0].target in (aten.split.Tensor, aten.split_with_sizes.default)  # type: ignore[union-attr]
+        source: Any = node.args[0]
+        return source.target in (aten.split.Tensor, aten.split_with_sizes.default)
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         return False
@@ -420,8 +421,8 @@ class _Emitter:
         if not isinstance(each, torch.Tensor):
             return True
         if _place_of(rounds, self.count) is not None:
-            return value.dtype == each.dtype and value.shape == each.shape
-        return value.dtype == each.dtype and tuple(value.shape) == (self.count, *each.shape)
+            return bool(value.dtype == each.dtype and value.shape == each.shape)
+        return bool(value.dtype == each.dtype and tuple(value.shape) == (self.count, *each.shape))
 
     def made(self, rounds: _Rounds, origin: fx.Node) -> fx.Node:
         """One operator for those of all rounds; dim 0 of what it gives is the round."""
@@ -435,14 +436,11 @@ class _Emitter:
         batched: Any = fx.node.map_arg(args, lambda _: next(values))
         target: Any = node.target
         if target is operator.getitem:
-            made = self.graph.call_function(target, batched)
-            made.meta = dict(origin.meta)
-            made.meta["val"] = batched[0].meta["val"][batched[1]]
-            return made
+            return self._known(origin, target, batched, {}, batched[0].meta["val"][batched[1]])
         if (placed := _place_of(rounds, n)) is not None:
             return self._placed(batched[0], placed, origin)
         if target in (aten.mm.default, aten.bmm.default):
-            return self._product(*batched, each.shape, origin)
+            return self._product(batched[0], batched[1], each.shape, origin)
         if target is aten.permute.default:
             return self._call(origin, target, batched[0], [0, *(d + 1 for d in args[1])])
         if target in _SHAPE_AT or target in _DIM_AT:
@@ -455,24 +453,23 @@ class _Emitter:
             if target in _DIM_AT:
                 batched = self._with_later_dim(batched, target, node)
             return self._call(origin, target, *batched, **node.kwargs)
-        ranked = fx.node.map_arg(
-            batched, lambda a: a if a in rounds.arguments else self._ranked(a, each.ndim, origin)
-        )
+        ranked = fx.node.map_arg(batched, lambda a: a if a in rounds.arguments else self._ranked(a, each.ndim, origin))
         return self._call(origin, target, *ranked, **node.kwargs)
 
     def _begun(self, rounds: _Rounds, origin: fx.Node) -> fx.Node:
         """All parts of a tensor, or comparisons with all numbers."""
+        target: Any = rounds.first.target
         source, dim, n = rounds.source, rounds.dim, self.count
         assert source is not None
         value = source.meta["val"]
         if dim is None:
-            numbers = self.graph.call_function(aten.arange.default, (n,), {"dtype": torch.int64, "device": value.device})
-            numbers.meta = {**origin.meta}
             with value.fake_mode:
-                numbers.meta["val"] = torch.arange(n, device=value.device)
+                each = torch.arange(n, device=value.device)
+            options = {"dtype": torch.int64, "device": value.device}
+            numbers = self._known(origin, aten.arange.default, (n,), options, each)
             numbers = self._call(origin, aten.reshape.default, numbers, [n, *[1] * value.ndim])
             given = self._call(origin, aten.reshape.default, source, [1, *value.shape])
-            return self._call(origin, _COMPARISONS[rounds.first.target], given, numbers)
+            return self._call(origin, _COMPARISONS[target], given, numbers)
         each, shape = rounds.first.meta["val"], list(value.shape)
         size = each.shape[dim] if each.ndim == value.ndim else 0
         whole = n * max(size, 1)
@@ -495,9 +492,7 @@ class _Emitter:
         n = self.count
         if len(shape) == 2:
             return self._call(origin, aten.bmm.default, a, b)
-        a, b = (
-            self._call(origin, aten.reshape.default, m, [n * shape[0], *m.meta["val"].shape[2:]]) for m in (a, b)
-        )
+        a, b = (self._call(origin, aten.reshape.default, m, [n * shape[0], *m.meta["val"].shape[2:]]) for m in (a, b))
         made = self._call(origin, aten.bmm.default, a, b)
         return self._call(origin, aten.reshape.default, made, [n, *shape])
 
@@ -537,12 +532,16 @@ class _Emitter:
     def _call(self, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if not kwargs:
             return insert_call(self.graph, origin, target, *args)
-        made = self.graph.call_function(target, args, kwargs)
-        made.meta = dict(origin.meta)
-        values = fx.node.map_arg(args, lambda a: a.meta["val"])
-        with next(a.meta["val"] for a in made.all_input_nodes).fake_mode, torch.no_grad():
-            made.meta["val"] = target(*values, **kwargs)
-        return made
+        values: Any = fx.node.map_arg(args, lambda a: a.meta["val"])
+        with origin.meta["val"].fake_mode, torch.no_grad():
+            return self._known(origin, target, args, kwargs, target(*values, **kwargs))
+
+    def _known(self, origin: fx.Node, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        inherit_origin(node, origin)
+        set_info(node, replace(info(node), internal=False))
+        node.meta["val"] = value
+        return node
 
     def replace(self, rounds: _Rounds, users: set[fx.Node]) -> None:
         """Let who adds up or joins the rounds' results take them from what was made."""
@@ -586,4 +585,5 @@ class _Emitter:
 def _is_zero(node: fx.Node, root: fx.Node) -> bool:
     """Whether a term of a sum adds nothing to it."""
     value, whole = node.meta["val"], root.meta["val"]
-    return node.target is aten.full.default and node.args[1] == 0 and value.shape == whole.shape
+    args: Any = node.args
+    return bool(node.target is aten.full.default and args[1] == 0 and value.shape == whole.shape)

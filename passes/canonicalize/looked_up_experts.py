@@ -31,7 +31,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import copy_graph, insert_call, operators, producer, tensor_arguments
+from autopar.ir.graph import copy_graph, inherit_origin, insert_call, operators, producer, tensor_arguments
+from autopar.ir.node_info import info, set_info
 from autopar.ir.ops import routing
 from autopar.ir.program import Program
 from autopar.rules.routed import OrderError, routed_values
@@ -86,6 +87,13 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
+def _table(read: fx.Node) -> fx.Node:
+    """What a lookup reads rows of."""
+    args: Any = read.args
+    table: fx.Node = args[0]
+    return table
+
+
 def _reads(graph: fx.Graph, parameters: set[str]) -> dict[fx.Node, list[fx.Node]]:
     """Reads of rows of tables by the same indices, by these; of matrices of a parameter at least once."""
     found, of_weights = defaultdict[fx.Node, list[fx.Node]](list), set[fx.Node]()
@@ -101,7 +109,7 @@ def _reads(graph: fx.Graph, parameters: set[str]) -> dict[fx.Node, list[fx.Node]
                 found[ids].append(node)
     return {
         ids: reads for ids, reads in found.items()
-        if any(r.args[0] in of_weights and len(_shape(r.args[0])) == 3 for r in reads)
+        if any(_table(r) in of_weights and len(_shape(_table(r))) == 3 for r in reads)
     }  # fmt: skip
 
 
@@ -147,13 +155,14 @@ class _Looked:
 
 def _found(ids: fx.Node, reads: Sequence[fx.Node]) -> _Looked | None:
     """What looks up experts by some indices; None if anything but products of vectors reads the matrices."""
-    counts = {_shape(r.args[0])[0] for r in reads}  # type: ignore[arg-type]
+    counts = {_shape(_table(r))[0] for r in reads}
     if len(counts) != 1:
         return None
     found = _Looked(ids, counts.pop(), ids.meta["val"].numel())
     for read in reads:
-        if len(_shape(read.args[0])) != 3:  # type: ignore[arg-type]
-            found.rows.append(read)
+        if len(_shape(_table(read))) != 3:
+            # Of pairs in two dims vectors are looked up as before.
+            found.rows += [read] * (len(_shape(ids)) == 1)
             continue
         found.matrices.append(read)
         if not _products(found, _Operand(read, False, read.meta["val"].dtype), read, None):
@@ -210,11 +219,9 @@ def _gradient(found: _Looked, node: fx.Node) -> bool:
     zeros = table.target is aten.full.default and table.args[1] == 0
     if not adds or not zeros or _shape(table)[0] != found.count:
         return False
-    if len(_shape(table)) == 2:
-        found.sums.append(node)
-        return True
     if len(_shape(table)) != 3:
-        return False
+        found.sums += [node] * (len(_shape(found.ids)) == 1)
+        return True
     value, turned = args[2], False
     while value.target is not aten.bmm.default:
         source = value.args[0] if value.args and isinstance(value.args[0], fx.Node) else None
@@ -308,18 +315,18 @@ class _Rewriting:
             sort = insert_call(self.graph, first, routing.sort_by_expert, ids, self.tokens, found.count)
             self.experts, self.order = (insert_call(self.graph, first, operator.getitem, sort, i) for i in (0, 1))
             self.ends = insert_call(self.graph, first, routing.group_ends, self.experts, found.count)
-        for node in sorted(self.inside, key=order.__getitem__):
-            with self.graph.inserting_before(node):
-                self.sorted[node] = self._made(node)
-        for node, (outer, turned) in found.gradients.items():
-            with self.graph.inserting_before(node):
-                node.replace_all_uses_with(self._outer(node, outer, turned))
-        for node in found.sums:
-            with self.graph.inserting_before(node):
-                rows = self._flat(node.args[2], node)
-                made = insert_call(self.graph, node, routing.add_by_expert, rows, self.experts, found.count)
-                node.replace_all_uses_with(made)
         gone = {*self.inside, *found.gradients, *found.sums}
+        # In the graph's order: what one makes, later ones may read.
+        for node in sorted(gone, key=order.__getitem__):
+            with self.graph.inserting_before(node):
+                if node in self.inside:
+                    self.sorted[node] = self._made(node)
+                elif node in found.gradients:
+                    node.replace_all_uses_with(self._outer(node, *found.gradients[node]))
+                else:
+                    rows = self._flat(node.args[2], node)
+                    made = insert_call(self.graph, node, routing.add_by_expert, rows, self.experts, found.count)
+                    node.replace_all_uses_with(made)
         for node in sorted(self.inside, key=order.__getitem__):
             if isinstance(node.meta["val"], torch.Tensor):
                 self._leave(node, gone)
@@ -339,12 +346,11 @@ class _Rewriting:
     def _like(self, node: fx.Node) -> fx.Node:
         """The same operator of sorted rows."""
         rows = _row_arguments(node, self.found.pairs) or []
+        args: Any
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda a: self._of(a, node) if a in rows else a)
         if _is_view(node, self.found.pairs):
             return self._reshaped(args[0], node)
-        made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        made.meta = dict(node.meta)
-        return made
+        return _call(self.graph, node, node.target, args, kwargs, node.meta["val"])
 
     def _reshaped(self, value: fx.Node, node: fx.Node, shape: Sequence[int] | None = None) -> fx.Node:
         """In a node's shape, or another one."""
@@ -380,11 +386,9 @@ class _Rewriting:
 
     def _product(self, node: fx.Node) -> fx.Node:
         operand, first = self.found.products[node]
-        rows, weight = self._flat(self._vector(node), node), operand.read.args[0]
+        rows, weight = self._flat(self._vector(node), node), _table(operand.read)
         if operand.dtype != operand.read.meta["val"].dtype:
-            weight = self.graph.call_function(aten._to_copy.default, (weight,), {"dtype": operand.dtype})
-            weight.meta = dict(node.meta)
-            weight.meta["val"] = operand.read.args[0].meta["val"].to(operand.dtype)  # type: ignore[union-attr]
+            weight = _cast(self.graph, node, weight, operand.dtype)
         # ``matrix @ vector`` is the vector times the transposed matrix.
         if operand.turned != first:
             weight = insert_call(self.graph, node, aten.permute.default, weight, [0, 2, 1])
@@ -396,11 +400,7 @@ class _Rewriting:
             a, b = b, a
         made = insert_call(self.graph, node, routing.outer_by_expert, a, b, self.ends)
         if made.meta["val"].dtype != node.meta["val"].dtype:
-            dtype = node.meta["val"].dtype
-            cast = self.graph.call_function(aten._to_copy.default, (made,), {"dtype": dtype})
-            cast.meta = dict(node.meta)
-            cast.meta["val"] = made.meta["val"].to(dtype)
-            made = cast
+            made = _cast(self.graph, node, made, node.meta["val"].dtype)
         return made
 
     def _leave(self, node: fx.Node, gone: set[fx.Node]) -> None:
@@ -439,6 +439,20 @@ class _Rewriting:
         return True
 
 
+def _call(graph: fx.Graph, origin: fx.Node, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
+    """A new node that gives what is known, and comes from where ``origin`` does."""
+    node = graph.call_function(target, args, kwargs)
+    inherit_origin(node, origin)
+    set_info(node, replace(info(node), internal=False))
+    node.meta["val"] = value
+    return node
+
+
+def _cast(graph: fx.Graph, origin: fx.Node, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    made = value.meta["val"].to(dtype)
+    return _call(graph, origin, aten._to_copy.default, (value,), {"dtype": dtype}, made)
+
+
 def _place(node: fx.Node) -> Any:
     return node._sort_key
 
@@ -454,10 +468,10 @@ def _within(graph: fx.Graph, origin: fx.Node, found: _Looked) -> fx.Node:
         if _shape(scores)[dim] == found.count:
             return found.ids
     value = found.ids.meta["val"]
-    numbers = graph.call_function(aten.arange.default, (found.count,), {"dtype": value.dtype, "device": value.device})
-    numbers.meta = dict(origin.meta)
+    options = {"dtype": value.dtype, "device": value.device}
     with value.fake_mode:
-        numbers.meta["val"] = torch.arange(found.count, dtype=value.dtype, device=value.device)
+        made = torch.arange(found.count, **options)
+    numbers = _call(graph, origin, aten.arange.default, (found.count,), options, made)
     return insert_call(graph, origin, aten.index.Tensor, numbers, [found.ids])
 
 
@@ -469,7 +483,9 @@ def _repeated(value: Any, pairs: int) -> tuple[fx.Node, int, tuple[int, ...]] | 
     if wide.target is not aten.expand.default or wide.args[0].target is not aten.reshape.default:
         return None
     shape, before = _shape(wide), _shape(wide.args[0])
-    changed = [d for d, (n, m) in enumerate(zip(shape, before, strict=True)) if n != m] if len(shape) == len(before) else []
+    if len(shape) != len(before):
+        return None
+    changed = [d for d, (n, m) in enumerate(zip(shape, before, strict=True)) if n != m]
     if len(changed) != 1 or before[changed[0]] != 1:
         return None
     d = changed[0]
@@ -479,7 +495,7 @@ def _repeated(value: Any, pairs: int) -> tuple[fx.Node, int, tuple[int, ...]] | 
 
 def _row_arguments(node: fx.Node, pairs: int) -> list[fx.Node] | None:
     """Arguments of whose rows an operator computes the same rows, one by one; None if it does anything else."""
-    value = node.meta.get("val")
+    value: Any = node.meta.get("val")
     if node.op != "call_function":
         return None
     args: Any = node.args
@@ -519,13 +535,11 @@ def _row_arguments(node: fx.Node, pairs: int) -> list[fx.Node] | None:
 def _is_view(node: fx.Node, pairs: int) -> bool:
     """Whether rows are those of the argument in another shape: vectors are, however they lie."""
     if node.target is aten.permute.default:
-        return max(_shape(node)[1:]) * pairs == node.meta["val"].numel()
+        return bool(max(_shape(node)[1:]) * pairs == node.meta["val"].numel())
     return node.target is aten.reshape.default
 
 
-def _adds_tokens(
-    user: fx.Node, node: fx.Node, pairs: int, k: int
-) -> list[tuple[fx.Node, tuple[int, ...]]] | None:
+def _adds_tokens(user: fx.Node, node: fx.Node, pairs: int, k: int) -> list[tuple[fx.Node, tuple[int, ...]]] | None:
     """What adds up the pairs of each token, of a view of pairs, with the shape of one; None if others read the view."""
     if user.target is not aten.reshape.default:
         return None

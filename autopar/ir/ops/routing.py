@@ -63,15 +63,16 @@ def _groups(ends: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _has_kernel(*operands: Tensor) -> bool:
-    """Whether torch's grouped product takes operands: of 16-bit numbers, on a GPU, in whole vectors of 16 bytes."""
-    return all(t.is_cuda and t.dtype == torch.bfloat16 and t.numel() and not t.data_ptr() % 16
+    """Whether torch's grouped product takes operands: of 16-bit numbers, in whole vectors of 16 bytes."""
+    return all(t.dtype == torch.bfloat16 and t.numel() and not t.data_ptr() % 16
                and sum(s == 1 for s in t.stride()[-2:]) == 1
                and all(s == 1 or not s % 8 for s in t.stride()) for t in operands)  # fmt: skip
 
 
 def _multiply_by_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(rows, weight) and not weight.shape[2] % 8:
-        return torch.ops.aten._grouped_mm.default(rows, weight, ends)
+        product: Tensor = torch.ops.aten._grouped_mm.default(rows, weight, ends)
+        return product
     made = rows.new_zeros(len(rows), weight.shape[2])
     for expert, start, end in _groups(ends):
         torch.mm(rows[start:end], weight[expert], out=made[start:end])
@@ -80,7 +81,8 @@ def _multiply_by_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _outer_by_expert(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(left, right) and not right.shape[1] % 8 and not left.shape[1] % 8:
-        return torch.ops.aten._grouped_mm.default(left.T, right, ends)
+        product: Tensor = torch.ops.aten._grouped_mm.default(left.T, right, ends)
+        return product
     made = left.new_zeros(len(ends), left.shape[1], right.shape[1])
     for expert, start, end in _groups(ends):
         torch.mm(left[start:end].T, right[start:end], out=made[expert])

@@ -330,6 +330,8 @@ def _allowed(
     if is_expert and factors.weights and (experts := along(factors.experts)):
         # Whether tokens are gathered before what makes rows of them, or rows are sent, is a matter of sizes.
         return experts if id(shared_factor(node, program, dims)) in factors.experts else experts | tokens
+    if is_expert and (experts := along(factors.experts)):
+        return experts | whole  # gradients of the weights of experts that are at work twice, say
     if role in (CONTEXT, BY_POSITION):
         positions = along(factors.sequence)
         # Keys stay whole on the axis where queries are split, or heads are split for as long.

@@ -58,9 +58,7 @@ class Compared(Experts):
 
     def forward(self, x: Tensor) -> Tensor:
         _, top, chosen = self.routed(x)
-        parts = [
-            self.of(e, x) * torch.where(chosen == e, top, 0.0).sum(-1, keepdim=True) for e in range(EXPERTS)
-        ]
+        parts = [self.of(e, x) * torch.where(chosen == e, top, 0.0).sum(-1, keepdim=True) for e in range(EXPERTS)]
         return (x + sum(parts)).square().mean()
 
 
@@ -99,10 +97,10 @@ class Joined(Experts):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = self.mask(x)
-        made = [
-            (torch.tanh(x @ self.up[e : e + 1].squeeze(0)) * torch.sigmoid(x @ self.up[e] + self.bias[e])) @ self.down[e]
-            for e in range(EXPERTS)
-        ]
+        made = []
+        for e in range(EXPERTS):
+            h = torch.tanh(x @ self.up[e : e + 1].squeeze(0)) * torch.sigmoid(x @ self.up[e] + self.bias[e])
+            made.append(h @ self.down[e])
         y = torch.cat(made, -1).unflatten(-1, (EXPERTS, HIDDEN))
         return (x + (y * mask[..., None]).sum(-2)).square().mean()
 
