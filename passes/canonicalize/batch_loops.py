@@ -120,9 +120,10 @@ def _batch(graph: fx.Graph, count: int, parameters: set[str]) -> None:
     """Batch the loops of so many rounds."""
     found = _find(graph, count)
     valid = _readable(found, count)
+    emitter = _Emitter(graph, count)
     for loop in _loops(valid):
         if any(_multiplies_weight(r, parameters) for r in loop):
-            _emit(graph, count, loop, found)
+            _emit(emitter, loop, found)
 
 
 @dataclass
@@ -156,7 +157,8 @@ def _find(graph: fx.Graph, count: int) -> _Found:
             part = _part(node, count)
             if part is None:
                 # What each round makes anew, such as a cast of all tokens.
-                if _is_known(node):
+                # A sum may be made anew, without the terms of rounds.
+                if _is_known(node) and not _is_addition(node):
                     values = tuple(value for value, _ in arguments)
                     found.same[node] = equal.setdefault((*common, values, _static(node, -1, count)), node)
                 continue
@@ -382,14 +384,13 @@ def _is_weight(rounds: _Rounds, parameters: set[str]) -> bool:
     return rounds.source.name in parameters
 
 
-def _emit(graph: fx.Graph, count: int, loop: list[_Rounds], found: _Found) -> None:
+def _emit(emitter: _Emitter, loop: list[_Rounds], found: _Found) -> None:
     """Put batched operators in the place of a loop's."""
-    own = {id(r) for r in loop}
-    emitter = _Emitter(graph, count)
+    own, count = {id(r) for r in loop}, emitter.count
     last = {id(r): max(r.members.values(), key=found.place.__getitem__) for r in loop}
     for rounds in sorted(loop, key=lambda r: found.place[last[id(r)]]):
         origin = last[id(rounds)]
-        with graph.inserting_before(origin):
+        with emitter.graph.inserting_before(origin):
             rounds.batched = emitter.made(rounds, origin)
         if not emitter.fits(rounds):
             return
@@ -410,10 +411,12 @@ class _Emitter:
     Attributes:
         graph: inserts where they are to be.
         count: of rounds.
+        replaced: what took the place of sums and rows of results, which later loops may read.
     """
 
     graph: fx.Graph
     count: int
+    replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def fits(self, rounds: _Rounds) -> bool:
         """Whether what was made has the numbers of all rounds, in their dtype."""
@@ -431,8 +434,9 @@ class _Emitter:
         node, n = rounds.first, self.count
         args: Any = node.args
         each = node.meta["val"]
-        values = iter(a.batched if isinstance(a, _Rounds) else self._repeated(a, node, origin)
-                      for a in rounds.arguments)  # fmt: skip
+        same = [None if isinstance(a, _Rounds) else self._now(a) for a in rounds.arguments]
+        values = iter(a.batched if isinstance(a, _Rounds) else self._repeated(s, node, origin)
+                      for a, s in zip(rounds.arguments, same, strict=True))  # fmt: skip
         batched: Any = fx.node.map_arg(args, lambda _: next(values))
         target: Any = node.target
         if target is operator.getitem:
@@ -453,14 +457,21 @@ class _Emitter:
             if target in _DIM_AT:
                 batched = self._with_later_dim(batched, target, node)
             return self._call(origin, target, *batched, **node.kwargs)
-        ranked = fx.node.map_arg(batched, lambda a: a if a in rounds.arguments else self._ranked(a, each.ndim, origin))
+        ranked = fx.node.map_arg(batched, lambda a: a if a in same else self._ranked(a, each.ndim, origin))
         return self._call(origin, target, *ranked, **node.kwargs)
+
+    def _now(self, node: fx.Node) -> fx.Node:
+        """What took a node's place, if anything did."""
+        while node in self.replaced:
+            node = self.replaced[node]
+        return node
 
     def _begun(self, rounds: _Rounds, origin: fx.Node) -> fx.Node:
         """All parts of a tensor, or comparisons with all numbers."""
         target: Any = rounds.first.target
-        source, dim, n = rounds.source, rounds.dim, self.count
-        assert source is not None
+        dim, n = rounds.dim, self.count
+        assert rounds.source is not None
+        source = self._now(rounds.source)
         value = source.meta["val"]
         if dim is None:
             with value.fake_mode:
@@ -552,7 +563,8 @@ class _Emitter:
                 self._join(made, user)
             return
         root = _sum_of(rounds, users)
-        assert root is not None
+        if root is None:  # what the rounds make they go on to make
+            return
         members = set(rounds.members.values())
         value = root.meta["val"]
         below = _additions(root)
@@ -567,6 +579,7 @@ class _Emitter:
             root.args = (others[0], made)
         else:
             root.replace_all_uses_with(made)
+            self.replaced[root] = made
             below.insert(0, root)
         # Terms of other rounds are in the new sum alone.
         for node in below:
@@ -579,6 +592,7 @@ class _Emitter:
             if user.target is aten.cat.default:
                 joined = self._call(user, aten.reshape.default, joined, list(user.meta["val"].shape))
         user.replace_all_uses_with(joined)
+        self.replaced[user] = joined
         self.graph.erase_node(user)
 
 

@@ -127,6 +127,17 @@ class Layers(nn.Module):
         return sum(checkpoint(layer, x, use_reentrant=False) for layer in self.layers)
 
 
+class Chained(Experts):
+    """A second loop reads what the first one has added up, as it is, and a third one rows of results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.mask(x)
+        y = sum(mask[..., e, None] * self.of(e, x) for e in range(EXPERTS))
+        z = sum(mask[..., e, None] * self.of(e, y) for e in range(EXPERTS))
+        rows = torch.stack([self.of(e, z) for e in range(EXPERTS)])
+        return sum((rows @ self.up[e] + self.bias[e]).square().mean() for e in range(EXPERTS))
+
+
 class Rounded(Experts):
     """Terms of half the precision are added up in full; all tokens go to the same two experts."""
 
@@ -143,7 +154,7 @@ class Rounded(Experts):
 
 BATCHED: dict[str, Callable[[], nn.Module]] = {
     "masked": Masked, "compared": Compared, "iterated": Iterated, "gated": Gated, "joined": Joined, "heads": Heads,
-    "layers": Layers,
+    "layers": Layers, "chained": Chained,
 }  # fmt: skip
 
 
@@ -268,7 +279,7 @@ def test_random_plans_of_what_stays(name: str) -> None:
 @pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("pins", [{}, {"microbatches": 2, "recompute": "search"}])
-@pytest.mark.parametrize("name", [n for n in BATCHED if n not in ("heads", "layers")])
+@pytest.mark.parametrize("name", [n for n in BATCHED if n not in ("heads", "layers", "chained")])
 def test_experts_of_a_loop_are_split(name: str, pins: dict[str, Any]) -> None:
     """No device has, gathers or multiplies another one's experts."""
     model = BATCHED[name]().double()
