@@ -287,8 +287,8 @@ def _experts(
             f"no experts to split along {along}{_listed(program)}: that takes weights that are one tensor "
             "[expert, ...], in grouped products of tokens that are sorted by expert, each pair of one of these "
             "experts, in an order that nothing else reads, or in batched ones, of one an expert, such as a loop over "
-            "weight[e] makes whose rounds differ in e alone; stack the weights of experts that are modules of a list (torch.stack in __init__, one "
-            "parameter for all), or take role 'shard'"
+            "weight[e] makes whose rounds differ in e alone; stack the weights of experts that are modules of a list "
+            "(torch.stack in __init__, one parameter for all), or take role 'shard'"
         )
     if uneven := [f.size for f in found if f.size % parts]:
         raise InfeasibleError(f"{uneven[0]} experts do not divide along {along}; take a smaller axis")
