@@ -136,6 +136,22 @@ def add_by_expert(rows: Spec, experts: Spec, count: int) -> Rule:
     return Rule(f"a{rest},a->b{rest}", reduce="a", blocked="b", linear=((0,),), sizes={"b": count})
 
 
+@rule(routing.multiply_by_expert)
+def multiply_by_expert(rows: Spec, weight: Spec, ends: Spec) -> Rule:
+    """Rows times the matrix of their expert."""
+    (s, k), n = rows.shape, weight.shape[2]
+    flops = 2.0 * s * k * n
+    return Rule("sk,ekn,e->sn", reduce="k", blocked="e", linear=((0,), (1,)), flops=flops, counts={"s": (2,)})
+
+
+@rule(routing.outer_by_expert)
+def outer_by_expert(left: Spec, right: Spec, ends: Spec) -> Rule:
+    """Sums of outer products of the rows of each expert."""
+    (s, m), n = left.shape, right.shape[1]
+    flops = 2.0 * s * m * n
+    return Rule("sm,sn,e->emn", reduce="s", blocked="e", linear=((0,), (1,)), flops=flops, counts={"s": (2,)})
+
+
 @rule("transformers.grouped_mm_fallback.default")
 def grouped_mm(rows: Spec, weight: Spec, ends: Spec) -> Rule:
     """``rows[start:end] @ weight[expert]`` for each expert."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,9 +53,6 @@ _GROUPED = {
 """Products of groups of rows, and which of their arguments says where groups end."""
 
 _SORTS = (aten.sort.default, aten.sort.stable)
-
-_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self)
-"""Operators that write their third argument in the place of some numbers."""
 
 
 def route_experts(program: Program) -> Program:
@@ -101,6 +98,8 @@ def _route(graph: fx.Graph, sort: fx.Node) -> tuple[str, fx.Node] | None:
         if sizes is None:
             continue
         for count in _counts(graph):
+            if -1 in _of_none(ids, count):  # whose rows come before those of the first expert
+                continue
             draws = [_Draw(source, ids, sort, count, sizes, seed) for seed in range(DRAWS)]
             grouped = [n for n in graph.nodes if str(n.target) in _GROUPED and all(d.are_ends(_ends(n)) for d in draws)]
             if grouped:
@@ -147,23 +146,78 @@ def _source(ids: fx.Node) -> fx.Node:
     return source
 
 
-def _largest(ids: fx.Node) -> int:
-    """The largest number of an expert, as far as it shows: of a choice among more than there are, of dropped pairs."""
-    source = _source(ids)
-    args: Any = source.args
-    if source.target in _FILLS:
-        value = args[2]
-        filled = isinstance(value, fx.Node) and value.target in (aten.full.default, aten.scalar_tensor.default)
-        number = value.args[-1 if value.target is aten.full.default else 0] if filled else value
-        return int(number) if isinstance(number, int) else 0
-    if source.target is operator.getitem and args[1] == 1 and args[0].target in (aten.topk.default, aten.max.dim):
-        choice, at = args[0], 2 if args[0].target is aten.topk.default else 1
-    elif source.target is aten.argmax.default:
-        choice, at = source, 1
+_CHOICES = {
+    aten.topk.default: 2, aten.max.dim: 1, aten.min.dim: 1, aten.sort.default: 1, aten.sort.stable: 2,
+    aten.argmax.default: 1, aten.argmin.default: 1,
+}  # fmt: skip
+"""Operators that say where along a dim something is, and which argument is the dim."""
+
+_PICKS = {
+    aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_fill.Tensor: (0, 2),
+    aten.scatter.value: (0, 3), aten.scatter.src: (0, 3), aten.index_put.default: (0, 2), aten.reshape.default: (0,),
+    aten.permute.default: (0,), aten.expand.default: (0,), aten._to_copy.default: (0,), aten.slice.Tensor: (0,),
+    aten.select.int: (0,), aten.gather.default: (0,), aten.index.Tensor: (0,), aten.masked_scatter.default: (0, 2),
+}  # fmt: skip
+"""Operators whose numbers are those of some arguments."""
+
+Range = tuple[float, float]
+
+_COMPUTED: dict[Any, Callable[[Range, Range], Sequence[float]]] = {
+    aten.add.Tensor: lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    aten.sub.Tensor: lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    aten.rsub.Scalar: lambda a, b: (b[0] - a[1], b[1] - a[0]),
+    aten.mul.Tensor: lambda a, b: [x * y for x in a for y in b],
+    aten.minimum.default: lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+    aten.maximum.default: lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+}
+_COMPUTED |= {
+    aten.add.Scalar: _COMPUTED[aten.add.Tensor], aten.sub.Scalar: _COMPUTED[aten.sub.Tensor],
+    aten.mul.Scalar: _COMPUTED[aten.mul.Tensor],
+}  # fmt: skip
+
+
+def _range(value: Any, steps: int = 12) -> Range | None:
+    """The least and the largest number that integers may be, as far as it shows: of a choice, of dropped pairs."""
+    if not isinstance(value, fx.Node):
+        return (value, value) if isinstance(value, int) else None
+    if not steps:
+        return None
+    args: Any = value.args
+    given = args[0] if value.target is operator.getitem and args[1] == 1 else value
+    if isinstance(given, fx.Node) and given.target in _CHOICES:
+        at = _CHOICES[given.target]
+        source: Any = given.args[0]
+        dim = given.args[at] if len(given.args) > at else -1
+        return (0, source.meta["val"].shape[dim] - 1) if isinstance(dim, int) else None
+    made = value.meta.get("val")
+    if not isinstance(made, torch.Tensor) or made.is_floating_point() or made.is_complex():
+        return None
+    if value.target is aten.full.default or value.target is aten.scalar_tensor.default:
+        return _range(args[-1] if value.target is aten.full.default else args[0], steps - 1)
+    if made.dtype == torch.bool:
+        return (0, 1)
+    if value.target in (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default):
+        bounds = (None, args[1]) if value.target is aten.clamp_max.default else (*args[1:], None)[:2]
+        low, high = _range(args[0], steps - 1) or (-math.inf, math.inf)
+        least, most = (-math.inf if bounds[0] is None else bounds[0]), (math.inf if bounds[1] is None else bounds[1])
+        return min(max(low, least), most), min(max(high, least), most)
+    if value.target in _PICKS:
+        ranges = [_range(args[i], steps - 1) for i in _PICKS[value.target] if i < len(args)]
+    elif value.target in _COMPUTED and not value.kwargs:
+        ranges = [_range(a, steps - 1) for a in args[:2]]
     else:
-        return 0
-    dim = choice.args[at] if len(choice.args) > at else -1
-    return int(choice.args[0].meta["val"].shape[dim]) - 1
+        return None
+    known = [r for r in ranges if r is not None]
+    if len(known) < len(ranges):
+        return None
+    numbers = _COMPUTED[value.target](*known) if value.target in _COMPUTED else [n for r in known for n in r]
+    return min(numbers), max(numbers)
+
+
+def _of_none(ids: fx.Node, count: int) -> list[int]:
+    """Numbers of no expert that pairs may have: the one before the first, the one behind the last."""
+    low, high = _range(_source(ids)) or (0, 0)
+    return [-1] * (low < 0) + [count] * (high >= count)
 
 
 def _ends(node: fx.Node) -> Any:
@@ -212,11 +266,15 @@ class _Draw:
         # All, in the first draw: what bounds an expert's rows shows there.
         most = torch.rand(shape, generator=generator) < (0.5 if seed else 1.0)
         self.known: dict[fx.Node, Any] = {}
-        self.known[source] = torch.where(most | (drawn == 0), count - 1, drawn).to(value.dtype)
+        drawn = torch.where(most | (drawn == 0), count - 1, drawn)
+        for number in _of_none(ids, count):
+            drawn = torch.where(torch.rand(shape, generator=generator) < 0.2, number, drawn)
+        self.known[source] = drawn.to(value.dtype)
         pairs, found = self.of(ids), self.of(sort)
         self.order = torch.arange(0) if found is None else found[1]
         self.experts = self.order if found is None or pairs is None else pairs.flatten()[self.order]
-        self.ends = torch.bincount(self.experts.long(), minlength=count).cumsum(0)
+        # Those of no expert come last.
+        self.ends = torch.bincount(self.experts.long(), minlength=count)[:count].cumsum(0)
         self.sorts = bool(len(self.order)) and bool((self.experts.diff() >= 0).all())
 
     def of(self, node: Any) -> Any:
@@ -333,7 +391,7 @@ def _rewrite(
         # A token's pairs then follow one another, so that a device has all of them.
         flat = ids if ids.meta["val"].ndim == 1 else insert_call(graph, sort, aten.reshape.default, ids, [pairs])
         flat = _transposed(graph, flat, choices)
-        known = count if _largest(ids) < count else 0
+        known = 0 if _of_none(ids, count) else count
         made = insert_call(graph, sort, routing.sort_by_expert, flat, k, known)
         experts, order = (insert_call(graph, sort, operator.getitem, made, i) for i in (0, 1))
         ends = insert_call(graph, sort, routing.group_ends, experts, count)

@@ -155,6 +155,33 @@ def test_ranks_have_experts_in_batched_products(ranks: Ranks, name: str) -> None
     assert {experts for _, experts in results} == {1}  # of two, which the other axis shards
 
 
+def train_other_form(rank: int, form: str) -> tuple[float, int]:
+    """The largest difference of any loss, gradient or parameter, and how many experts' weights a rank has."""
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+    from tests.passes.canonicalize.test_batch_loops import HIDDEN, Masked
+    from tests.passes.canonicalize.test_looked_up_experts import Pairs
+
+    def made() -> Any:
+        return Masked().double() if form == "loop" else Pairs(first=True).double()
+
+    parallel: Any = parallelize(
+        made(), mesh_of(2, 2), cluster=slow_devices(), timeout=WAIT, search=Search(roles={"a": "data", "b": "expert"})
+    )
+    g = torch.Generator().manual_seed(0)
+    batches = [{"x": torch.randn(8, 4, HIDDEN, generator=g, dtype=torch.float64)} for _ in range(STEPS)]
+    return follow(parallel, made(), batches), len(parallel.up.to_local())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["loop", "looked up"])
+def test_ranks_have_experts_of_other_forms(ranks: Ranks, form: str) -> None:
+    """A loop over a parameter's matrices; matrices that are looked up for each pair, of which some ranks have none."""
+    results = ranks.run(train_other_form, form)
+    assert max(worst for worst, _ in results) < TOLERANCE
+    assert {experts for _, experts in results} == {2}
+
+
 def family(name: str) -> Any:
     """A tiny model of transformers in float64, whose grouped products take it."""
     import transformers

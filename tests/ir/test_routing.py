@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.ir.ops import routing
 from autopar.ir.ops.routing import add_by_expert, collect, group_ends, route, sort_by_expert
 from tests.strategies.stand_ins import grouped_mm
 
@@ -53,3 +54,21 @@ def test_experts_without_rows_end_where_they_begin() -> None:
     experts, _ = sort_by_expert(torch.tensor([2, 0, 2]), 1, 3)
     assert group_ends(experts, EXPERTS).tolist() == [1, 1, 3, 3]
     assert group_ends(experts[:0], EXPERTS).tolist() == [0] * EXPERTS
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("columns", [16, 12])
+def test_products_of_groups(dtype: torch.dtype, columns: int) -> None:
+    """By torch's kernel where it takes the numbers; the second expert has no rows, and a matrix may be transposed."""
+    g = torch.Generator().manual_seed(0)
+    rows, right = (torch.randn(11, n, generator=g).to(dtype) for n in (8, columns))
+    weight = torch.randn(3, columns, 8, generator=g).to(dtype)
+    ends = torch.tensor([4, 4, 11], dtype=torch.int32)
+    experts = torch.tensor([0] * 4 + [2] * 7)
+    tolerance = {"atol": 0.05, "rtol": 0.05} if dtype == torch.bfloat16 else {"atol": 1e-12, "rtol": 0.0}
+    for matrices in (weight.mT, weight.mT.contiguous()):
+        expected = torch.einsum("sk,skn->sn", rows.double(), matrices[experts].double())
+        torch.testing.assert_close(routing.multiply_by_expert(rows, matrices, ends).double(), expected, **tolerance)
+    outer = torch.einsum("sm,sn->smn", rows.double(), right.double())
+    expected = torch.zeros(3, 8, columns, dtype=torch.float64).index_add(0, experts, outer)
+    torch.testing.assert_close(routing.outer_by_expert(rows, right, ends).double(), expected, **tolerance)

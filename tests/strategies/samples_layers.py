@@ -382,6 +382,8 @@ def experts() -> Iterator[Sample]:
     transformers = torch.ops.transformers
     yield call(transformers.grouped_mm_fallback.default, rows, weight, ends)
     yield call(transformers.grouped_mm_fallback_backward.default, rows, weight, ends, grad)
+    yield call(routing.multiply_by_expert, rows, weight, ends)
+    yield call(routing.outer_by_expert, rows, grad, ends)
     # Of multiples of 16 bytes, once they are split, too.
     rows, weight, grad = x(8, 8), x(3, 8, 16), x(8, 16)
     yield call(aten._grouped_mm.default, rows, weight, ends)

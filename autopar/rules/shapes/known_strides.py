@@ -50,6 +50,7 @@ ROW_MAJOR_RESULTS = frozenset({
     float8.scale, float8.quantize, float8.product, float8.amax, float8.delayed_scale,
     float8.block_scale, float8.block_quantize, float8.block_product,
     routing.sort_by_expert, routing.route, routing.collect, routing.group_ends, routing.add_by_expert,
+    routing.multiply_by_expert, routing.outer_by_expert,
     c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
     c10d.all_to_all_single.default, exchange.exchange_rows, exchange.own_rows, exchange.place_rows,
     balanced_attention.swap_blocks, send_block, new_rows,

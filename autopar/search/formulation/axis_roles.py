@@ -26,6 +26,7 @@ the search decides.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -283,14 +284,28 @@ def _experts(
         found, weights = batched_experts(program, dims)
     if not found:
         raise InfeasibleError(
-            f"no experts to split along {along}: that takes weights that are one tensor [expert, ...], in grouped "
-            "products of tokens that are sorted by expert, each pair of one of these experts, in an order that nothing "
-            "else reads, or in batched ones, of one an expert; stack the weights of experts that are modules of a "
-            "list, or take role 'shard'"
+            f"no experts to split along {along}{_listed(program)}: that takes weights that are one tensor "
+            "[expert, ...], in grouped products of tokens that are sorted by expert, each pair of one of these "
+            "experts, in an order that nothing else reads, or in batched ones, of one an expert, such as a loop over "
+            "weight[e] makes whose rounds differ in e alone; stack the weights of experts that are modules of a list "
+            "(torch.stack in __init__, one parameter for all), or take role 'shard'"
         )
     if uneven := [f.size for f in found if f.size % parts]:
         raise InfeasibleError(f"{uneven[0]} experts do not divide along {along}; take a smaller axis")
     return found, weights
+
+
+def _listed(program: Program) -> str:
+    """Experts that are modules of a list, for a message: its name, and the line that calls the first one."""
+    for name in sorted(i.name for i in program.inputs if i.kind == "parameter"):
+        found = re.match(r"(.*\b\w*experts?)\.0\.", name, re.IGNORECASE)
+        if found is None or not any(i.name.startswith(f"{found[1]}.1.") for i in program.inputs):
+            continue
+        first = f"{found[1]}.0"
+        calls = (n for n in program.sources if f"{module_path(n)}.".startswith(f"{first}."))
+        line = next((f", which {user_line(n)} calls" for n in calls), "")
+        return f" (those of {found[1]!r} are modules of a list{line})"
+    return ""
 
 
 def _extent(axes: Mapping[str, int], roles: Roles, *which: str) -> tuple[int, str]:
@@ -330,6 +345,8 @@ def _allowed(
     if is_expert and factors.weights and (experts := along(factors.experts)):
         # Whether tokens are gathered before what makes rows of them, or rows are sent, is a matter of sizes.
         return experts if id(shared_factor(node, program, dims)) in factors.experts else experts | tokens
+    if is_expert and (experts := along(factors.experts)):
+        return experts | whole  # gradients of the weights of experts that are at work twice, say
     if role in (CONTEXT, BY_POSITION):
         positions = along(factors.sequence)
         # Keys stay whole on the axis where queries are split, or heads are split for as long.

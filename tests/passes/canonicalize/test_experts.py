@@ -459,6 +459,45 @@ def test_one_sequence_is_split_by_position(skew: bool) -> None:
         plan(model, given, cluster="h100", axes=AXES, search=Search(recipe="fsdp"))
 
 
+class Filled(Layer):
+    """Pairs of small scores are of a number that is no expert's."""
+
+    def __init__(self, fill: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(scattered)
+        self.fill = fill
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        scores, ids = self.gate(tokens).softmax(-1).topk(2, -1)
+        dropped = scores < 0.26
+        flat = self.fill(ids, dropped).flatten()
+        order, ends = flat.argsort(stable=True), counted(flat)
+        rows = grouped(F.silu(grouped(tokens[order // 2], self.up, ends)), self.down, ends)
+        rows = rows * (scores * ~dropped).flatten()[order][:, None]
+        return scattered(rows, tokens, order, 2).square().mean()
+
+
+FILLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "second": lambda ids, dropped: torch.where(dropped, EXPERTS, ids),
+    "third": lambda ids, dropped: torch.where(~dropped, ids, EXPERTS),
+    "added": lambda ids, dropped: ids + dropped * (EXPERTS - ids),
+    "largest": lambda ids, dropped: torch.maximum(ids, dropped * EXPERTS),
+    "before": lambda ids, dropped: torch.where(dropped, -1, ids),
+}
+
+
+@pytest.mark.some(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILLS)
+def test_pairs_of_no_expert(name: str) -> None:
+    """However their number is written; rows of one before the first expert's are his, where ends do not count them."""
+    model, given = Filled(FILLS[name]).double(), (batch(8)[0].double(),)
+    assert (routing.sort_by_expert in targets(program_of(model, given))) == (name != "before")
+    assert verify(model, given, AXES, plan="random", seed=1).max_error < 1e-12
+    with pytest.raises(InfeasibleError, match="each pair of one of these experts"):
+        plan(model, given, cluster="h100", axes={"a": 2}, search=Search(recipe="expert"))
+
+
 def test_experts_that_cannot_be_split() -> None:
     with pytest.raises(InfeasibleError, match=r"4 experts do not divide along axis a=8"):
         plan(Layer(scattered), batch(8), cluster="h100", axes={"a": 8}, search=Search(recipe="expert"))

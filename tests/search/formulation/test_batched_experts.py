@@ -128,3 +128,24 @@ def test_batched_experts_that_cannot_be_split() -> None:
         plan(Dense().double(), batch(), cluster="h100", axes={"a": 8}, search=Search(recipe="expert"))
     with pytest.raises(InfeasibleError, match=r"no experts to split along axis a=2"):
         plan(Gates().double(), batch(), cluster="h100", axes={"a": 2}, search=Search(recipe="expert"))
+
+
+class Listed(nn.Module):
+    """Each expert has parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.experts = nn.Linear(HIDDEN, 2), nn.ModuleList([nn.Linear(HIDDEN, HIDDEN) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.gate(x).softmax(-1)
+        made = [mask[..., e, None] * expert(x) for e, expert in enumerate(self.experts)]
+        return sum(made).square().mean()  # type: ignore[union-attr]
+
+
+def test_experts_of_a_list_are_named() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"those of 'experts' are modules of a list, which .*\.py:\d+ calls.* one p"
+    ):
+        plan(Listed().double(), batch(), cluster="h100", axes={"a": 2}, search=Search(recipe="expert"))
