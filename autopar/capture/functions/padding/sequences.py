@@ -59,9 +59,9 @@ class PaddedSequence(rnn.PackedSequence):
         """
         file, line = user_frame()
         raise CaptureError(
-            f"the model reads or returns the data of a packed sequence at {file}:{line}: how many rows it has depends "
-            "on the lengths of the batch, and a graph has it padded; do that to the padded sequences, before "
-            "pack_padded_sequence or behind pad_packed_sequence"
+            "the model, or a forward hook on a layer, reads or returns the data of a packed sequence at "
+            f"{file}:{line}: how many rows it has depends on the lengths of the batch, and a graph has it padded; do "
+            "that to the padded sequences, before pack_padded_sequence or behind pad_packed_sequence"
         )
 
     __getitem__ = __iter__ = to = _refuse
