@@ -45,8 +45,9 @@ from autopar.search.pipeline.stage_peak import scatters, stage_plans
 from autopar.search.pipeline.stage_plan import INSIDE, StagePlan, kinds_in_order, missing, suitable
 from autopar.search.solver.highs import requested
 
-LIMITS = 5
-"""So many time limits of one search are for all pipelines together, once a plan is known."""
+LIMITS, TO_BOUND = 4.5, 1.0
+"""So many time limits of one search are for all pipelines together, once a plan is known; and for the bound of what is
+not planned by then."""
 
 
 def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
@@ -96,7 +97,7 @@ def _raise_bound(tree: SearchTree) -> None:
 
     A number of microbatches that divides all numbers that are open bounds them all.
     """
-    late = tree.deadline + tree.search.time_limit / 2
+    late = max(tree.deadline, time.monotonic()) + TO_BOUND * tree.search.time_limit
     while (least := tree.least_open()) is not None and least.of is not None:
         mesh, _ = least.of
         if requested() or time.monotonic() > late:
