@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar.errors import AutoparError
-from autopar.ir.graph import Value
+from autopar.ir.graph import Value, operators, producer, tensor_arguments
 from autopar.ir.ops import routing
 from autopar.rules.rule import Rule
 
@@ -49,14 +49,14 @@ ROWS = frozenset({0})
 
 
 def routed_values(
-    operators: Iterable[tuple[fx.Node, Sequence[Value]]],
+    read: Iterable[tuple[fx.Node, Sequence[Value]]],
     rule_of: Callable[[fx.Node], Rule],
     only: fx.Node | None = None,
 ) -> dict[Value, Order]:
     """The values that are in an order of each device's own.
 
     Args:
-        operators: in the graph's order, each with its tensor arguments.
+        read: operators in the graph's order, each with its tensor arguments.
         rule_of: gives the rule of one.
         only: the sort whose order counts; None: every one.
 
@@ -64,13 +64,29 @@ def routed_values(
         OrderError: a value that is, is read beside one that is not, or by who tells positions apart.
     """
     found: dict[Value, Order] = {}
-    for node, sources in operators:
+    for node, sources in read:
         if node.target is routing.sort_by_expert and only in (None, node):
             found |= {(node, i): Order(node, ROWS, itself=i == 1) for i in range(2)}
         elif any(source in found for source in sources):
             for i, order in _of_operator(node, rule_of(node), sources, found).items():
                 found[node, i] = order
     return found
+
+
+def is_order_free(graph: fx.Graph, rule_of: Callable[[fx.Node], Rule], sort: fx.Node) -> bool:
+    """Whether nothing depends on the order that an operator makes, nor does the caller see it.
+
+    Args:
+        graph: with the operator.
+        rule_of: gives the rule of one.
+        sort: whose order it is.
+    """
+    read = ((n, tuple(producer(a) for a in tensor_arguments(n))) for n in operators(graph))
+    try:
+        found = routed_values(read, rule_of, sort)
+    except OrderError:
+        return False
+    return not any(producer(value) in found for value in graph.output_node().all_input_nodes)
 
 
 def _of_operator(node: fx.Node, rule: Rule, sources: Sequence[Value], found: Mapping[Value, Order]) -> dict[int, Order]:

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import copy_graph, insert_call, map_nodes, operators, producer, tensor_arguments
+from autopar.ir.graph import copy_graph, insert_call, map_nodes
 from autopar.ir.ops import routing
 from autopar.ir.program import Program
-from autopar.rules.routed import OrderError, routed_values
+from autopar.rules.routed import is_order_free
 from autopar.sharding.dims import node_rule
 
 aten = torch.ops.aten
@@ -66,22 +66,12 @@ def route_experts(program: Program) -> Program:
         if not made:
             return program
         graph.graph.eliminate_dead_code()
-        wrong = {name for name, sort in made if not _is_order_free(graph.graph, sort)}
+        wrong = {name for name, sort in made if not is_order_free(graph.graph, node_rule, sort)}
         if not wrong:
             graph.graph.lint()
             graph.recompile()
             return replace(program, graph=graph)
         left_out |= wrong
-
-
-def _is_order_free(graph: fx.Graph, sort: fx.Node) -> bool:
-    """Whether nothing depends on the order that an operator makes, nor does the caller see it."""
-    read = ((n, tuple(producer(a) for a in tensor_arguments(n))) for n in operators(graph))
-    try:
-        found = routed_values(read, node_rule, sort)
-    except OrderError:
-        return False
-    return not any(producer(value) in found for value in graph.output_node().all_input_nodes)
 
 
 def _route(graph: fx.Graph, sort: fx.Node) -> tuple[str, fx.Node] | None:

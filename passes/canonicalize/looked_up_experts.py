@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import copy_graph, inherit_origin, insert_call, operators, producer, tensor_arguments
+from autopar.ir.graph import copy_graph, inherit_origin, insert_call, tensor_arguments
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops import routing
 from autopar.ir.program import Program
-from autopar.rules.routed import OrderError, routed_values
+from autopar.rules.routed import is_order_free
 from autopar.sharding.dims import node_rule
 
 aten = torch.ops.aten
@@ -67,20 +67,10 @@ def look_up_by_group(program: Program) -> Program:
         if not made:
             return program
         graph.graph.eliminate_dead_code()
-        wrong = {name for name, sort in made if not _is_order_free(graph.graph, sort)}
+        wrong = {name for name, sort in made if not is_order_free(graph.graph, node_rule, sort)}
         if not wrong:
             return program.with_graph(graph)
         left_out |= wrong
-
-
-def _is_order_free(graph: fx.Graph, sort: fx.Node) -> bool:
-    """Whether nothing tells the order of a sort from another one by experts."""
-    read = ((n, tuple(producer(a) for a in tensor_arguments(n))) for n in operators(graph))
-    try:
-        found = routed_values(read, node_rule, sort)
-    except OrderError:
-        return False
-    return not any(producer(value) in found for value in graph.output_node().all_input_nodes)
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
