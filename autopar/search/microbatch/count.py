@@ -33,10 +33,15 @@ def plan_of_count(program: Program, count: int, job: Job) -> Plan:
     return best_padded(program, microbatch_program(program, count, deterministic=job.deterministic), job)
 
 
-def fewest_that_fit(program: Program, job: Job) -> Plan:
+def fewest_that_fit(program: Program, job: Job, most: int) -> Plan:
     """The best plan of 1, 2, 4, ... microbatches, whichever is about the first number of which a plan fits.
 
     Where one needs four times the memory, the next number is 4: half of the samples need half of the bytes, or more.
+
+    Args:
+        program: of the whole batch.
+        job: what is searched for.
+        most: microbatches to try.
 
     Raises:
         InfeasibleError: none fits, or none was found within a search's time limit.
@@ -46,12 +51,12 @@ def fewest_that_fit(program: Program, job: Job) -> Plan:
         try:
             return plan_of_count(program, count, job)
         except InfeasibleError as e:
-            is_last = time.monotonic() > deadline or not _has_room_for_state(program, job)
-            if is_last or e.needed is None or e.needed >= WORTH * least:
+            if e.needed is None or e.needed >= WORTH * least:
                 raise
-            least = e.needed
-            times = 1.0 if job.memory is None else e.needed / job.memory
-        count *= 2 ** max(1, int(math.log2(times)))
+            least, times = e.needed, 1.0 if job.memory is None else e.needed / job.memory
+            count *= 2 ** max(1, int(math.log2(times)))
+            if count > most or time.monotonic() > deadline or not _has_room_for_state(program, job):
+                raise
 
 
 def _has_room_for_state(program: Program, job: Job) -> bool:

@@ -40,8 +40,13 @@ def flat_in_any_memory(program: Program, job: Job) -> Plan:
     return plan_of_count(program, job.search.microbatches or 1, replace(job, memory=None, cutoff=NO_CUTOFF))
 
 
-def first_flat(program: Program, job: Job) -> Plan:
+def first_flat(program: Program, job: Job, most: int) -> Plan:
     """A plan within the budget, roughly the best in the fewest microbatches of which one fits: not what is to be had.
+
+    Args:
+        program: of the whole batch.
+        job: what is searched for.
+        most: microbatches to try.
 
     Raises:
         InfeasibleError: nothing fits, or nothing was found within a search's time limit.
@@ -49,7 +54,7 @@ def first_flat(program: Program, job: Job) -> Plan:
     job = replace(job, rough=True)
     if job.search.microbatches or program.loss is None:
         return plan_of_count(program, job.search.microbatches or 1, job)
-    return fewest_that_fit(program, job)
+    return fewest_that_fit(program, job, most)
 
 
 def _in_microbatches(program: Program, job: Job) -> Plan:

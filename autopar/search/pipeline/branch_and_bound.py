@@ -162,7 +162,7 @@ def _plan_without_stages(tree: SearchTree) -> None:
     bound = own.lower_bound
     tree.open.append(Subproblem(bound, bound, expand, own.checked, unmeasured=True, again=True))
     tree.say("without stages")
-    tree.add(first_flat(tree.program, tree.job))
+    tree.add(first_flat(tree.program, tree.job, tree.most_without_stages))
 
 
 def _fit_without_stages(tree: SearchTree) -> None:

@@ -105,13 +105,16 @@ def test_a_first_plan_is_of_the_fewest_microbatches_that_fit(monkeypatch: pytest
 
     monkeypatch.setattr(microbatch_count, "plan_of_count", plan_of_count)
     job, fits = Job({"a": 2}, Cluster.preset("cpu")), 160
-    assert microbatch_count.fewest_that_fit(tiny()[0], job).certificate.objective == 4.0
+    assert microbatch_count.fewest_that_fit(tiny()[0], job, 8).certificate.objective == 4.0
     assert tried == [1, 2, 4]
     tried.clear()
     monkeypatch.setattr(microbatch_count, "_has_room_for_state", lambda *_: True)
-    assert microbatch_count.fewest_that_fit(tiny()[0], replace(job, memory=90)).certificate.objective == 4.0
+    assert microbatch_count.fewest_that_fit(tiny()[0], replace(job, memory=90), 8).certificate.objective == 4.0
     assert tried == [1, 4]  # the first needs more than four times the memory
     fits = 100
     with pytest.raises(InfeasibleError) as e:
-        microbatch_count.fewest_that_fit(tiny()[0], job)
+        microbatch_count.fewest_that_fit(tiny()[0], job, 8)
     assert e.value.needed == 149
+    with pytest.raises(InfeasibleError) as e:
+        microbatch_count.fewest_that_fit(tiny()[0], job, 2)
+    assert e.value.needed == 200
