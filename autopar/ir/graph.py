@@ -65,23 +65,24 @@ def inherit_origin(node: fx.Node, source: fx.Node) -> None:
     set_info(node, info(node).inherit(info(source)))
 
 
-def insert_call(graph: fx.Graph, origin: fx.Node, target: Any, *args: Any) -> fx.Node:
+def insert_call(graph: fx.Graph, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A new node where the graph inserts, which comes from where ``origin`` does, with what it gives."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, kwargs)
     inherit_origin(node, origin)
     set_info(node, replace(info(node), internal=False))
-    node.meta["val"] = computed(node)
+    node.meta["val"] = computed(node, origin)
     return node
 
 
-def computed(node: fx.Node) -> Any:
-    """What a node gives: fake tensors of the graph's own mode."""
-    args = map_nodes(node.args, lambda n: n.meta["val"])
-    known = next(n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor | tuple))
+def computed(node: fx.Node, origin: fx.Node | None = None) -> Any:
+    """What a node gives: fake tensors of the graph's own mode; without arguments that are tensors, of the origin's."""
+    args, kwargs = (map_nodes(own, lambda n: n.meta["val"]) for own in (node.args, node.kwargs))
+    sources = [n for n in (*node.all_input_nodes, origin) if n is not None]
+    known = next(n.meta["val"] for n in sources if isinstance(n.meta["val"], torch.Tensor | tuple))
     known = known[0] if isinstance(known, tuple) else known
     target: Any = node.target
     with known.fake_mode if isinstance(known, FakeTensor) else nullcontext(), torch.no_grad():
-        return target(*args)
+        return target(*args, **kwargs)
 
 
 def user_line(node: fx.Node) -> str:

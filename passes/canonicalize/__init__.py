@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from autopar.ir.program import Program
 from autopar.passes.canonicalize.attention import canonicalize_attention
-from autopar.passes.canonicalize.batch_loops import batch_loops
 from autopar.passes.canonicalize.cross_entropy import fuse_cross_entropy
 from autopar.passes.canonicalize.experts import route_experts
 from autopar.passes.canonicalize.looked_up_experts import look_up_by_group
+from autopar.passes.canonicalize.loops.batch_loops import batch_loops
 from autopar.passes.canonicalize.masks import masks_by_function
 from autopar.passes.canonicalize.operators import canonicalize
 from autopar.passes.canonicalize.reverse_scans import reverse_scans

@@ -31,8 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import copy_graph, inherit_origin, insert_call, tensor_arguments
-from autopar.ir.node_info import info, set_info
+from autopar.ir.graph import copy_graph, insert_call, tensor_arguments
 from autopar.ir.ops import routing
 from autopar.ir.program import Program
 from autopar.rules.routed import is_order_free
@@ -340,7 +339,7 @@ class _Rewriting:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda a: self._of(a, node) if a in rows else a)
         if _is_view(node, self.found.pairs):
             return self._reshaped(args[0], node)
-        return _call(self.graph, node, node.target, args, kwargs, node.meta["val"])
+        return insert_call(self.graph, node, node.target, *args, **kwargs)
 
     def _reshaped(self, value: fx.Node, node: fx.Node, shape: Sequence[int] | None = None) -> fx.Node:
         """In a node's shape, or another one."""
@@ -378,7 +377,7 @@ class _Rewriting:
         operand, first = self.found.products[node]
         rows, weight = self._flat(self._vector(node), node), _table(operand.read)
         if operand.dtype != operand.read.meta["val"].dtype:
-            weight = _cast(self.graph, node, weight, operand.dtype)
+            weight = insert_call(self.graph, node, aten._to_copy.default, weight, dtype=operand.dtype)
         # ``matrix @ vector`` is the vector times the transposed matrix.
         if operand.turned != first:
             weight = insert_call(self.graph, node, aten.permute.default, weight, [0, 2, 1])
@@ -390,7 +389,7 @@ class _Rewriting:
             a, b = b, a
         made = insert_call(self.graph, node, routing.outer_by_expert, a, b, self.ends)
         if made.meta["val"].dtype != node.meta["val"].dtype:
-            made = _cast(self.graph, node, made, node.meta["val"].dtype)
+            made = insert_call(self.graph, node, aten._to_copy.default, made, dtype=node.meta["val"].dtype)
         return made
 
     def _leave(self, node: fx.Node, gone: set[fx.Node]) -> None:
@@ -429,20 +428,6 @@ class _Rewriting:
         return True
 
 
-def _call(graph: fx.Graph, origin: fx.Node, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
-    """A new node that gives what is known, and comes from where ``origin`` does."""
-    node = graph.call_function(target, args, kwargs)
-    inherit_origin(node, origin)
-    set_info(node, replace(info(node), internal=False))
-    node.meta["val"] = value
-    return node
-
-
-def _cast(graph: fx.Graph, origin: fx.Node, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-    made = value.meta["val"].to(dtype)
-    return _call(graph, origin, aten._to_copy.default, (value,), {"dtype": dtype}, made)
-
-
 def _place(node: fx.Node) -> Any:
     return node._sort_key
 
@@ -458,10 +443,7 @@ def _within(graph: fx.Graph, origin: fx.Node, found: _Looked) -> fx.Node:
         if _shape(scores)[dim] == found.count:
             return found.ids
     value = found.ids.meta["val"]
-    options = {"dtype": value.dtype, "device": value.device}
-    with value.fake_mode:
-        made = torch.arange(found.count, **options)
-    numbers = _call(graph, origin, aten.arange.default, (found.count,), options, made)
+    numbers = insert_call(graph, origin, aten.arange.default, found.count, dtype=value.dtype, device=value.device)
     return insert_call(graph, origin, aten.index.Tensor, numbers, [found.ids])
 
 

@@ -242,7 +242,7 @@ class SearchTree:
     def most_without_stages(self) -> int:
         """Microbatches, a power of 2, beyond which slow links would split samples on the whole mesh."""
         counts = [2**i for i in range(samples(self.program).bit_length())]
-        return max(n for n in counts if n == 1 or self._spread(self.job, n) == 1)
+        return max((n for n in counts if self._spread(self.job, n) <= 1), default=1)
 
     def _without_stages(self) -> float:
         """About what a step takes without stages within the memory, in as many microbatches as are best."""
