@@ -51,7 +51,7 @@ def fewest_that_fit(program: Program, job: Job, most: int) -> Plan:
         try:
             return plan_of_count(program, count, job)
         except InfeasibleError as e:
-            if e.needed is None or e.needed >= WORTH * least:
+            if e.needed is None or e.needed >= WORTH * least:  # pruned ones say no need
                 raise
             least, times = e.needed, 1.0 if job.memory is None else e.needed / job.memory
             count *= 2 ** max(1, int(math.log2(times)))

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from autopar.errors import InfeasibleError
-from autopar.ir.plan import TIME_LIMIT, Plan
+from autopar.ir.plan import TIME_LIMIT, Certificate, Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, order, placed, require_numbers, splits, suits_one_microbatch
 from autopar.search.budget.budget_problem import peak_bytes
@@ -67,29 +67,23 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
     shapes = pipeline_shapes(job.search, job.axes, program.training, factored)
     orders = tuple(own for shape in shapes for own in in_every_order(shape, job.cluster, job.search))
     tree = SearchTree(program, job, orders, floor, time.monotonic() + LIMITS * job.search.time_limit)
-    if tree.search.stages_open and tree.is_rough:
-        # Within the budget it is often the best of a deep model; and how long pipelines take is known after longer.
-        _expand(tree, partial(_plan_without_stages, tree))
-    elif tree.search.stages_open:
+    if tree.search.stages_open:
         least = tree.kernels_without_stages()
         expand = partial(_plan_without_stages, tree)
         rows = tree.rows_of_device(1, 1)
-        tree.open.append(Subproblem(least.typical, least.bound, expand, least.bound, unplanned=rows))
+        tree.open.append(Subproblem(
+            least.typical, least.bound, expand, least.bound, unplanned=rows, second=tree.is_rough
+        ))  # fmt: skip
     for count, shapes_of_mesh in _counts(tree):
         _open_microbatches(tree, count, shapes_of_mesh)
     while not tree.is_late() and (node := tree.next()) is not None:
-        _expand(tree, node.expand)
+        try:
+            node.expand()
+        except InfeasibleError as e:
+            tree.errors.append(e)
     if not tree.random:
         _raise_bound(tree)
     return _result(tree)
-
-
-def _expand(tree: SearchTree, step: Callable[[], None]) -> None:
-    """Make a step; one that leads to no plan leaves an error."""
-    try:
-        step()
-    except InfeasibleError as e:
-        tree.errors.append(e)
 
 
 def _raise_bound(tree: SearchTree) -> None:
@@ -154,15 +148,22 @@ def _plan_without_stages(tree: SearchTree) -> None:
         return
     seconds = free.predicted.step_seconds
     tree.compare(seconds, tree.expected(None, free.microbatches), None, tree.rows_of_device(1, free.microbatches))
-    expand = partial(_fit_without_stages, tree)
-    if not tree.is_rough:
-        tree.open.append(Subproblem(seconds, own.lower_bound, expand, own.checked, unmeasured=True))
-        return
-    # The best takes longer to find than any stage.
-    bound = own.lower_bound
-    tree.open.append(Subproblem(bound, bound, expand, own.checked, unmeasured=True, again=True))
+    # One search of a deep model leads to a plan; all of them take longer than any stage.
+    expand = partial(_fit_roughly, tree, own) if tree.is_rough else partial(_fit_without_stages, tree)
+    tree.open.append(Subproblem(
+        seconds, own.lower_bound, expand, own.checked, unmeasured=True, second=tree.is_rough, again=tree.is_rough
+    ))  # fmt: skip
+
+
+def _fit_roughly(tree: SearchTree, free: Certificate) -> None:
+    """A first plan within the budget without stages; the best one is left open."""
     tree.say("without stages")
-    tree.add(first_flat(tree.program, tree.job, tree.most_without_stages))
+    expand, bound = partial(_fit_without_stages, tree), free.lower_bound
+    tree.open.append(Subproblem(bound, bound, expand, free.checked, unmeasured=True, again=True))
+    try:
+        tree.add(first_flat(tree.program, replace(tree.job, cutoff=Cutoff(tree.seconds)), tree.most_without_stages))
+    except InfeasibleError as e:
+        tree.fail(e)
 
 
 def _fit_without_stages(tree: SearchTree) -> None:

@@ -31,8 +31,8 @@ from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 
 GUESSED, AGAIN = 1.25, 2.0
 """Factors of estimates. Before a first plan is known: of what is not planned in any memory, since what is leads to one
-soon. And of a deep model without stages, once a first plan within the budget is known: the best one takes longer to
-find than any stage. Guesses, not fits: they decide what is planned first, and no bound depends on them."""
+soon. And of a deep model without stages within the budget, which takes longer to search than any stage. Guesses, not
+fits: they decide what is planned first, and no bound depends on them."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Subproblem:
         unplanned: samples of a microbatch for each device of a stage, where nothing is planned yet and the seconds are
             those of kernels alone; 0: something is.
         unmeasured: whether it is not known if the plan of that many seconds fits.
-        again: whether a first plan is known, and what is left takes long.
+        again: whether it takes longer to search than any stage.
+        second: whether it comes next once a first plan is known.
         slower: about how many times as long a step takes within the memory, before that is searched.
         spread: about how many times as long as its kernels a plan takes, where nothing is planned yet.
         of: the mesh and the number of microbatches where nothing is planned yet.
@@ -64,6 +65,7 @@ class Subproblem:
     unplanned: float = 0.0
     unmeasured: bool = False
     again: bool = False
+    second: bool = False
     slower: float = 1.0
     spread: float = 1.0
     of: tuple[MeshKey, int] | None = None
@@ -297,6 +299,8 @@ class SearchTree:
     def _urgency(self, node: Subproblem) -> float:
         """Seconds by which subproblems are ordered: before a plan is known, those count that lead to one soon."""
         seconds = self.promised(node)
+        if node.second and self.best is not None:
+            return 0.0
         if node.unmeasured:
             seconds = max(seconds, self._without_stages())
         elif node.of is not None:
