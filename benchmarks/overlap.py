@@ -33,7 +33,7 @@ from autopar.ir.program import Program
 from autopar.memory.liveness import peak_memory
 from autopar.passes import PASSES
 from autopar.passes.collectives.chunk_collectives import chunk_collectives
-from autopar.pipeline.schedules import order_of
+from autopar.pipeline.schedules import in_two_parts, order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
@@ -284,8 +284,7 @@ def measured_pipeline(program: Program, plan: Plan) -> dict[str, Any]:
     assert plan.pipeline is not None
     local, order = rewrite(program, plan), order_of(plan)
     step, bound = simulate(plan_tasks(local, plan)).step_seconds, bound_seconds(local, plan)
-    graphs, split = StageGraphs(local, len(plan.stages)), any(a.kind == INPUT for row in order for a in row)
-    held = peaks(memory_of_stages(graphs, plan.inner, split), order)
+    held = peaks(memory_of_stages(StageGraphs(local, len(plan.stages)), plan.inner, in_two_parts(order)), order)
     return {
         "schedule": plan.pipeline.schedule,
         "overlap": "yes" if plan.overlap else "no",
@@ -301,7 +300,6 @@ def measured_pipeline(program: Program, plan: Plan) -> dict[str, Any]:
 def bound_seconds(local: Program, plan: Plan) -> float:
     """Seconds of a step in which each graph takes as long as its kernels, or as the busiest of its links."""
     graphs, seconds, order = StageGraphs(local, len(plan.stages)), node_seconds(local, plan.inner), order_of(plan)
-    split = any(a.kind == INPUT for row in order for a in row)
 
     def of(piece: StageGraph) -> float:
         streams: Counter[str] = Counter()
@@ -311,11 +309,13 @@ def bound_seconds(local: Program, plan: Plan) -> float:
         return max(streams.values(), default=0.0)
 
     def bounded(stage: int, own: StageTime) -> StageTime:
-        kinds = (FORWARD, INPUT, WEIGHT) if split else (FORWARD, BACKWARD)
-        forward, *parts = (of(graphs.microbatch_graph(stage, kind)) for kind in kinds)
-        last = kinds[-1]
-        after = of(graphs.last_graph(stage, last)) - of(graphs.microbatch_graph(stage, last))
-        return replace(own, forward=forward, backward=sum(parts), for_input=parts[0], after=after)
+        kinds = FORWARD, BACKWARD, INPUT, WEIGHT
+        each = {kind: of(graphs.microbatch_graph(stage, kind)) for kind in kinds}
+        after, after_parts = (of(graphs.last_graph(stage, kind)) - each[kind] for kind in (BACKWARD, WEIGHT))
+        return replace(
+            own, forward=each[FORWARD], backward=each[BACKWARD], for_input=each[INPUT], for_weights=each[WEIGHT],
+            after=after, after_parts=after_parts,
+        )  # fmt: skip
 
     times = [bounded(stage, own) for stage, own in enumerate(times_of_plan(local, plan))]
     return simulate(step_tasks(times, order)).step_seconds

@@ -11,7 +11,7 @@ import numpy as np
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_seconds, format_share
 from autopar.ir.program import Program
-from autopar.pipeline.schedules import Order, device_of, order_of
+from autopar.pipeline.schedules import Order, device_of, in_two_parts, order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraphs
 from autopar.search.pipeline.stage_memory import StageMemory, memory_of_stages, peaks
 from autopar.search.pipeline.stage_times import StageTime, step_tasks, times_of_plan
@@ -59,8 +59,7 @@ def simulate_pipeline(local: Program, plan: Plan) -> SimulatedPipeline:
     # The times of the search: what the page shows is what the plan was chosen by.
     order, times = order_of(plan), times_of_plan(local, plan, together=plan.overlap)
     # Zero-bubble schedules run a backward pass in two parts, each of which holds something else.
-    split_backward = any(action.kind == INPUT for row in order for action in row)
-    memory = memory_of_stages(StageGraphs(local, len(plan.stages)), plan.inner, split_backward)
+    memory = memory_of_stages(StageGraphs(local, len(plan.stages)), plan.inner, in_two_parts(order))
     # The simulator follows what microbatches save; all else is constant over a step.
     saved = np.array([m.saved for m in memory]), np.array([m.saved_for_weights for m in memory])
     return SimulatedPipeline(order, times, memory, simulate(step_tasks(times, order, *saved)))

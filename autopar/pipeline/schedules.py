@@ -158,6 +158,11 @@ def splits(schedule: str) -> bool:
     return SCHEDULES[schedule].split
 
 
+def in_two_parts(order: Order) -> bool:
+    """Whether backward passes are: that for the gradient of the input, and later that for the weights."""
+    return any(action.kind == BACKWARD_INPUT for row in order for action in row)
+
+
 def any_count(schedule: str, stages: int, microbatches: int, virtual: int) -> str:
     """The schedule, or one that has each stage on the same device and works for this number of microbatches."""
     try:

@@ -21,6 +21,7 @@ def pipeline(
     backward_weight: ArrayLike,
     communication: ArrayLike = 0.0,
     *,
+    backward: ArrayLike | None = None,
     host: float = 0.0,
     saved: ArrayLike = 0.0,
     saved_for_weight: ArrayLike | None = None,
@@ -38,10 +39,11 @@ def pipeline(
     Args:
         order: what each device does, from `autopar.pipeline.schedules.order` or of another schedule.
         forward: seconds of a microbatch in a stage; a number, or one for each stage.
-        backward_input: of the part of the backward for the input; a whole backward takes both parts.
+        backward_input: of the part of the backward for the input.
         backward_weight: of the part for the weights.
         communication: seconds between a stage and the next, in both directions; a number, or one for each stage but the
             last. Between stages on one device it is 0.
+        backward: of a backward in one piece; default: as long as both parts.
         host: seconds to launch a task.
         saved: bytes that a microbatch's forward leaves on a stage for the backward; a number, or one for each stage.
         saved_for_weight: how many of these the part for the weights still needs; default: all.
@@ -58,7 +60,7 @@ def pipeline(
     """
     devices = device_of(order)
     stages = len(devices)
-    durations = _durations(forward, backward_input, backward_weight, stages)
+    durations = _durations(forward, backward_input, backward_weight, backward, stages)
     changes = _changes(saved, saved_for_weight, stages)
     needed = arrivals(order, devices, communication)
     more = _occupied(needed, occupied, stages)
@@ -158,14 +160,18 @@ def _source(action: Action, known: set[Action], stages: int) -> Action | None:
 
 
 def _durations(
-    forward: ArrayLike, backward_input: ArrayLike, backward_weight: ArrayLike, stages: int
+    forward: ArrayLike,
+    backward_input: ArrayLike,
+    backward_weight: ArrayLike,
+    backward: ArrayLike | None,
+    stages: int,
 ) -> Mapping[str, NDArray[np.float64]]:
     """Seconds of each kind of action on each stage."""
     for_input = _each("backward_input", backward_input, stages)
     for_weight = _each("backward_weight", backward_weight, stages)
     return {
         FORWARD: _each("forward", forward, stages),
-        BACKWARD: for_input + for_weight,
+        BACKWARD: for_input + for_weight if backward is None else _each("backward", backward, stages),
         BACKWARD_INPUT: for_input,
         BACKWARD_WEIGHT: for_weight,
     }

@@ -9,8 +9,8 @@ from functools import cached_property
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.pipeline.custom_schedule import is_table, parse
-from autopar.pipeline.schedules import SCHEDULES, Order
-from autopar.pipeline.stage_graphs import FORWARD, INPUT, WEIGHT
+from autopar.pipeline.schedules import SCHEDULES, Order, in_two_parts
+from autopar.pipeline.stage_graphs import FORWARD, WEIGHT
 from autopar.search.pipeline.stage_devices import StageDevices
 
 MeshKey = tuple[tuple[tuple[str, int], ...], str]
@@ -121,7 +121,7 @@ class ScheduledStages:
         most = 0.0
         for row, share in zip(self.actions, self._shares, strict=True):
             in_flight = 0
-            split = any(a.kind == INPUT for a in row)
+            split = in_two_parts((row,))
             for action in row:
                 # A split backward pass frees a microbatch with its second part, the one for the weights.
                 in_flight += 1 if action.kind == FORWARD else -1 if not split or action.kind == WEIGHT else 0

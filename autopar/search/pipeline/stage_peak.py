@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from autopar.ir.plan import Plan, Scatter
 from autopar.ir.program import Program
-from autopar.pipeline.schedules import Order, order_of
-from autopar.pipeline.stage_graphs import INPUT
+from autopar.pipeline.schedules import Order, in_two_parts, order_of
 from autopar.search.budget.lagrangian import fits
 from autopar.search.options import Search
 from autopar.search.pipeline.deep_models import RepeatedStages
@@ -71,8 +70,7 @@ def _cutter(
     ways, plan = scatters(shape.axis, orders), replace(plan, cluster=devices.whole)
     if program.repeat is None:
         return lambda weights: staged(program, plan, shape, devices, search, ways, weights)
-    split = any(action.kind == INPUT for rows in orders for row in rows for action in row)
-    blocks = RepeatedStages(program, plan, shape, devices, split)
+    blocks = RepeatedStages(program, plan, shape, devices, any(map(in_two_parts, orders)))
     return lambda weights: blocks.staged(shape, ways, weights)
 
 
@@ -95,9 +93,8 @@ def cut_again(plan: Plan, part: Program, devices: StageDevices) -> tuple[StagePl
     places = plan.pipeline.places
     shape = PipelineShape(plan.axes, plan.pipeline.axis, len(actions), virtual, schedules, modules, places)
     inner, ways = replace(plan.inner, scatter=None), [plan.scatter] if plan.scatter else []
-    split = any(action.kind == INPUT for row in actions for action in row)
     if part.repeat is None:
         cuts = staged(part, inner, shape, devices, Search(), ways)
     else:
-        cuts = RepeatedStages(part, inner, shape, devices, split).staged(shape, ways)
+        cuts = RepeatedStages(part, inner, shape, devices, in_two_parts(actions)).staged(shape, ways)
     return cuts[-1], shape, actions

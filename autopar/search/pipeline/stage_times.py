@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from autopar.costs.cluster import Link
 from autopar.costs.collectives import wire_bytes
@@ -15,7 +15,7 @@ from autopar.ir.graph import values_of
 from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.pipeline.schedules import Order, device_of, order_of
+from autopar.pipeline.schedules import Order, device_of, in_two_parts, order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs
 from autopar.search.pipeline.stage_devices import StageDevices, devices_along
 from autopar.simulate import Task, pipeline, simulate
@@ -29,10 +29,12 @@ class StageTime:
 
     Attributes:
         forward: of a microbatch.
-        backward: of a microbatch.
-        for_input: of that, the part for the gradient of the input; as much where it is not split.
+        backward: of a microbatch, in one piece.
+        for_input: of a backward pass in two parts, that for the gradient of the input; 0: it was not cut so.
+        for_weights: the other part. Both take longer than one piece, in which kernels of one hide what the other sends.
         before: once a step, before the microbatches.
         after: once a step, after them; what is computed from the stage's own sums runs with the last of them.
+        after_parts: the same where backward passes are in two parts.
         send: from the stage to the next, in the direction in which more is sent.
         occupied: of that, what each of the two devices loses for its kernels, see `autopar.costs.device.Link.occupies`.
         to_next: bytes that a microbatch sends to the next stage.
@@ -47,8 +49,10 @@ class StageTime:
     forward: float
     backward: float
     for_input: float
+    for_weights: float
     before: float
     after: float
+    after_parts: float
     send: float
     occupied: float
     to_next: float
@@ -58,6 +62,10 @@ class StageTime:
     inside: Mapping[str, float]
     collectives: Mapping[tuple[str, str], float]
     alone: float = 1.0
+
+    def of(self, kind: str) -> float:
+        """Seconds of an action."""
+        return {FORWARD: self.forward, BACKWARD: self.backward, INPUT: self.for_input, WEIGHT: self.for_weights}[kind]
 
 
 def step_seconds(stages: Sequence[StageTime], order: Order) -> float:
@@ -70,10 +78,16 @@ def busiest(stages: Sequence[StageTime], order: Order) -> float:
 
     Of devices that share cores, the mean counts, or that device while it has all that it can use.
     """
-    devices, times = device_of(order), sum(a.kind == FORWARD for row in order for a in row) / len(stages)
-    work = [s.before + times * (s.forward + s.backward) + s.after for s in stages]
-    each = np.bincount(devices, work, len(order))  # stages of one device add up
+    once = np.array([s.before for s in stages]) + _after(stages, order)
+    each = np.bincount(device_of(order), once, len(order))  # stages of one device add up
+    for device, row in enumerate(order):
+        each[device] += sum(times * stages[s].of(kind) for (s, kind), times in Counter(a[:2] for a in row).items())
     return float(max(each.mean(), each.max() / _alone(stages)))
+
+
+def _after(stages: Sequence[StageTime], order: Order) -> NDArray[np.float64]:
+    """Seconds of each stage after the microbatches of a step."""
+    return np.array([s.after_parts if in_two_parts(order) else s.after for s in stages])
 
 
 def _alone(stages: Sequence[StageTime]) -> float:
@@ -85,16 +99,16 @@ def step_tasks(
 ) -> list[Task]:
     """The tasks of such a step; what a microbatch leaves on a stage is as in `autopar.simulate.pipeline_tasks`."""
     devices = device_of(order)
-    split = any(a.kind == INPUT for row in order for a in row)
-    forward, backward = (np.array([getattr(s, name) for s in stages]) for name in ("forward", "backward"))
-    # Not split: all of the backward pass is the part that sends the gradient on.
-    for_input = np.array([s.for_input for s in stages]) if split else backward
-    ends = [np.bincount(devices, [getattr(s, name) for s in stages], len(order)) for name in ("before", "after")]
+
+    def each(name: str) -> NDArray[np.float64]:
+        return np.array([getattr(s, name) for s in stages])
+
+    ends = [np.bincount(devices, own, len(order)) for own in (each("before"), _after(stages, order))]
     sends = [s.send for s in stages[:-1]]
     return pipeline(
-        order, forward, for_input, backward - for_input, sends, saved=saved, saved_for_weight=saved_for_weight,
-        before=ends[0], after=ends[1], received=receives(order), occupied=[s.occupied for s in stages[:-1]],
-        alone=_alone(stages),
+        order, each("forward"), each("for_input"), each("for_weights"), sends, backward=each("backward"),
+        saved=saved, saved_for_weight=saved_for_weight, before=ends[0], after=ends[1], received=receives(order),
+        occupied=[s.occupied for s in stages[:-1]], alone=_alone(stages),
     )  # fmt: skip
 
 
@@ -115,9 +129,8 @@ def times_of_plan(local: Program, plan: Plan, *, together: bool = False) -> list
     """The times of each stage of a plan; the arguments are those of `plan_tasks` and `times_of_stages`."""
     assert plan.pipeline is not None
     order, devices = order_of(plan), devices_along(plan.cluster, dict(plan.axes), plan.pipeline.axis)
-    split = any(a.kind == INPUT for row in order for a in row)
     cutting = StageGraphs(local, len(plan.stages))
-    return times_on(cutting, plan.inner, devices, device_of(order), split, together=together)
+    return times_on(cutting, plan.inner, devices, device_of(order), in_two_parts(order), together=together)
 
 
 def most_sent(stages: Sequence[StageTime], devices: Sequence[int]) -> float:
@@ -153,25 +166,28 @@ def times_of_stages(
         cutting: of the rewritten program, in stages.
         plan: for the devices of a stage.
         link: between stages.
-        split: whether the backward may be in two parts.
+        split: whether backward passes are cut in two parts, too.
         together: whether collectives run beside kernels, as the order of the graphs allows; else nodes run one after
             the other, as the search prices them.
     """
     found = _Seconds(cutting, plan, link, together)
-    before, after = found.per_step(WEIGHT if split else BACKWARD)
+    before, after = found.per_step(BACKWARD)
+    after_parts = found.per_step(WEIGHT)[1] if split else [0.0] * cutting.stages
     stages = []
     for s in range(cutting.stages):
         send = max(found.send(cutting.received(s + 1)), found.send(cutting.returned(s)))
         to_next, to_previous = cutting.received(s + 1), cutting.returned(s - 1)
-        parts = [found.of(cutting.microbatch_graph(s, kind)) for kind in ((INPUT, WEIGHT) if split else (BACKWARD,))]
+        parts = [found.of(cutting.microbatch_graph(s, kind)) if split else 0.0 for kind in (INPUT, WEIGHT)]
         inside, collectives = found.sent_inside(s)
         stages.append(
             StageTime(
                 forward=found.of(cutting.microbatch_graph(s, FORWARD)),
-                backward=sum(parts),
+                backward=found.of(cutting.microbatch_graph(s, BACKWARD)),
                 for_input=parts[0],
+                for_weights=parts[1],
                 before=before[s],
                 after=after[s],
+                after_parts=after_parts[s],
                 send=send,
                 occupied=_lost(send, link),
                 to_next=found.size(to_next),
@@ -196,7 +212,7 @@ def times_on(
         plan: for the devices of a stage.
         devices: along the axis of the stages.
         places: the coordinate of each stage.
-        split: whether the backward may be in two parts.
+        split: whether backward passes are cut in two parts, too.
         together: whether collectives run beside kernels, see `times_of_stages`.
     """
     link, machines = devices.slowest_link, [devices.machines[c] for c in places]

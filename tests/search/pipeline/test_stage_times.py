@@ -28,12 +28,17 @@ def test_every_operator_counts_once(schedule: str) -> None:
     assert not any(seconds.get(n.name) for n in free_nodes(local))  # what each stage has of its own
     each = sum(seconds.get(n.name, 0.0) for n in local.graph.graph.nodes if n not in apart)
     taken = times_of_stages(StageGraphs(local, 2), plan.inner, plan.cluster.axis_links["stage"], schedule == "zb-h1")
-    work = max(t.before + 4 * (t.forward + t.backward) + t.after for t in taken)
+    parts = schedule == "zb-h1"
+    work = max(
+        t.before + 4 * (t.forward + t.for_input + t.for_weights) + t.after_parts
+        if parts else t.before + 4 * (t.forward + t.backward) + t.after
+        for t in taken
+    )  # fmt: skip
     assert busiest(taken, order_of(plan)) == pytest.approx(work)
     assert work < plan.predicted.step_seconds
     assert sum(t.forward + t.backward for t in taken) == pytest.approx(each)
-    assert [t.for_input > 0 for t in taken] == [schedule == "1f1b", True]  # the first returns no gradient
-    assert all(t.for_input <= t.backward for t in taken)
+    assert [t.for_input > 0 for t in taken] == [False, parts]  # the first returns no gradient
+    assert [t.for_input + t.for_weights for t in taken] == pytest.approx([t.backward * parts for t in taken])
 
 
 @pytest.mark.deep
