@@ -98,7 +98,8 @@ def _plain(program: Program, dims: Dims, job: Job, classes: LayerClasses, others
     try:
         found = search_once(BudgetProblem.of(program, dims, classes, job))
     except PrunedError as e:
-        raise PrunedError(e.bound if others is None else min(e.bound, others.bound)) from e
+        bound = e.bound if others is None else min(e.bound, others.bound)
+        raise PrunedError(bound, in_any_memory=e.in_any_memory and others is None) from e
     if others is not None and others.bound < found.bound:
         known = replace(found.plan.certificate, lower_bound=others.bound)
         found = replace(found, plan=replace(found.plan, certificate=known), claims=[others], fixed=0.0)

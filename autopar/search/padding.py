@@ -82,7 +82,7 @@ def best_padded(program: Program, part: Program, job: Job) -> Plan:
             errors.append(e)
             pruned.append(e.bound)
     if not found:
-        raise min(errors, key=lambda e: math.inf if e.needed is None else e.needed)
+        raise min(errors, key=lambda e: (e.needed or math.inf, isinstance(e, PrunedError) and e.in_any_memory))
     best, shapes = min(found, key=lambda option: _seconds(option[0]))
     certificate = best.certificate
     if len(options) > 1:  # a random plan has one

@@ -30,15 +30,15 @@ class Cutoff:
         """Seconds at which the search ends, if no plan takes less."""
         return (1 - WORTH) * self.seconds
 
-    def require_less(self, bound: float) -> None:
-        """Stop where the bound shows that no plan is much faster than the known one.
+    def require_less(self, bound: float, *, in_any_memory: bool = False) -> None:
+        """Stop where the bound, of what fits or of all plans, shows that none is much faster than the known one.
 
         Raises:
             PrunedError: with the bound.
         """
         # Not only where the bound exceeds the known plan: what could be gained is not worth the search.
         if bound >= self.enough:
-            raise PrunedError(bound)
+            raise PrunedError(bound, in_any_memory=in_any_memory)
 
     @classmethod
     def of(cls, plan: Plan | None) -> Cutoff:
@@ -57,11 +57,13 @@ class PrunedError(InfeasibleError):
 
     Attributes:
         bound: seconds that every plan takes at least.
+        in_any_memory: whether plans that do not fit take as long: what needs less memory, as more microbatches do, is
+            not faster either.
     """
 
-    def __init__(self, bound: float) -> None:
+    def __init__(self, bound: float, *, in_any_memory: bool = False) -> None:
         """Keep the bound, which the certificate of the known plan needs."""
         super().__init__(
             f"every plan takes at least {bound:.3g} seconds a step, and one is known that is about as fast"
         )
-        self.bound = bound
+        self.bound, self.in_any_memory = bound, in_any_memory

@@ -69,7 +69,7 @@ def _without_budget(searched: BudgetProblem) -> tuple[Formulation, Solution, Pla
     searched.claims.append(Claim(built.problem, solution.lower_bound))
     if job.restrictions.free is not None:
         searched.placed.update(placements(built, solution, searched.tables))
-    job.cutoff.require_less(solution.lower_bound)
+    job.cutoff.require_less(solution.lower_bound, in_any_memory=True)
     return built, solution, searched.plan(built, LayerMix.of(solution), solution.lower_bound, solution.method)
 
 

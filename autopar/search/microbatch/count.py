@@ -51,12 +51,18 @@ def fewest_that_fit(program: Program, job: Job, most: int) -> Plan:
         try:
             return plan_of_count(program, count, job)
         except InfeasibleError as e:
-            if e.needed is None or e.needed >= WORTH * least:  # pruned ones say no need
+            if not _is_short(e) and (e.needed is None or e.needed >= WORTH * least):
                 raise
-            least, times = e.needed, 1.0 if job.memory is None else e.needed / job.memory
+            needed = e.needed or job.memory  # pruned ones say no need
+            least, times = e.needed or least, 1.0 if job.memory is None or needed is None else needed / job.memory
             count *= 2 ** max(1, int(math.log2(times)))
             if count > most or time.monotonic() > deadline or not _has_room_for_state(program, job):
                 raise
+
+
+def _is_short(error: InfeasibleError) -> bool:
+    """Whether it is memory that makes plans slower than the cutoff: in more microbatches, one may be faster."""
+    return isinstance(error, PrunedError) and not error.in_any_memory
 
 
 def _has_room_for_state(program: Program, job: Job) -> bool:
@@ -85,10 +91,9 @@ def best_count(program: Program, job: Job) -> Plan:
         try:
             found = plan_of_count(program, count, job if best is None else replace(job, cutoff=Cutoff.of(best)))
         except PrunedError as e:
-            if best is None:
-                raise
             pruned.append(e.bound)
-            break
+            if best is not None or not _is_short(e):
+                break
         except InfeasibleError as e:
             # A number of microbatches that needs hardly less than the one before is the last: more will not fit either.
             less = e.needed is not None and (error is None or e.needed < WORTH * (error.needed or 0.0))
@@ -103,8 +108,7 @@ def best_count(program: Program, job: Job) -> Plan:
             best = found
         count *= 2
     if best is None:
-        assert error is not None
-        raise error
+        raise PrunedError(min(pruned)) if pruned else error  # type: ignore[misc]
     numbers = f"{', '.join(map(str, tried))} microbatches; " if len(tried) > 1 else ""
     space = f"{numbers}{best.certificate.space}"
     return replace(best, certificate=joint_certificate(best.certificate, certificates, pruned, space))

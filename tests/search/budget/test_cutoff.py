@@ -83,13 +83,33 @@ def test_a_bound_is_never_above_what_is_found(best_count: Callable[..., Plan]) -
 
 def test_where_no_count_beats_the_rival_its_bound_is_told(best_count: Callable[..., Plan]) -> None:
     def attempt(count: int, cutoff: Cutoff) -> Plan:
-        cutoff.require_less(2.0)
+        cutoff.require_less(2.0, in_any_memory=True)
         return found(3.0, 2.0, 2e-12)
 
     with pytest.raises(PrunedError) as e:
         best_count(attempt, Cutoff(1.5))
     assert e.value.bound == 2.0
     assert best_count(attempt, Cutoff(4.0)).certificate.objective == 3.0
+
+
+@pytest.mark.parametrize("most", [2, 8])
+def test_more_microbatches_are_tried_where_memory_makes_fewer_slow(best_count: Callable[..., Plan], most: int) -> None:
+    """**Wrong before**: the bound of one microbatch that hardly fits was taken for that of any number."""
+
+    def attempt(count: int, cutoff: Cutoff) -> Plan:
+        if count > most:
+            raise InfeasibleError("the batch has no so many samples")
+        cutoff.require_less(8.0 / count)
+        return found(9.0 / count, 8.0 / count, 0.0)
+
+    if most == 2:
+        with pytest.raises(PrunedError) as e:
+            best_count(attempt, Cutoff(3.0))
+        assert e.value.bound == 4.0
+        return
+    best = best_count(attempt, Cutoff(3.0)).certificate
+    assert (best.objective, best.lower_bound) == (2.25, 2.0)
+    assert best.space.startswith("1, 2, 4 microbatches")
 
 
 def test_a_first_plan_is_of_the_fewest_microbatches_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
