@@ -22,7 +22,13 @@ def torch_schedule(name: str, devices: int, microbatches: int, virtual: int) -> 
         SimpleNamespace(num_stages=devices * virtual, group_size=devices, group_rank=0, stage_index=i, submod=None)
         for i in range(virtual)
     ]
-    schedule: Any = get_schedule_class(name)(stages, microbatches)
+    made: Any = get_schedule_class(name)
+
+    class OrderAlone(made):  # type: ignore[misc]
+        def _prepare_schedule_with_comms(self, *_: Any, **__: Any) -> None:
+            """Where sends and receives go takes seconds for 512 microbatches, and is not asked for."""
+
+    schedule = OrderAlone(stages, microbatches)
     rows = []
     for device in range(devices):
         actions = [a for a in schedule.pipeline_order[device] if a is not None]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+from torch.distributed.pipelining.schedules import get_schedule_class
+
 from autopar import _torch_compat as compat
 
 
@@ -11,6 +15,11 @@ def test_schedules() -> None:
     assert second == [(1, "F", 0), (1, "B", 0)]
     kinds = {kind for row in compat.torch_schedule("DualPipeV", 2, 4, 2) for _, kind, _ in row}
     assert kinds == {"F", "B", "I", "W"}
+    # Sends and receives are left out, and change nothing of the order.
+    stages = [SimpleNamespace(num_stages=4, group_size=2, group_rank=0, stage_index=i, submod=None) for i in range(2)]
+    own = get_schedule_class("ZBVZeroBubble")(stages, 5).pipeline_order
+    rows = [[(a.stage_index, a.computation_type.value, a.microbatch_index) for a in own[d] if a] for d in range(2)]
+    assert compat.torch_schedule("ZBVZeroBubble", 2, 5, 2) == rows
 
 
 def test_the_runtime_of_pipelines_calls_a_stage() -> None:
