@@ -81,13 +81,17 @@ def rewritten(program: Program, plan: Plan) -> Rewritten:
     """The graph that a plan gives; within `graphs_kept` one that was asked for a moment ago is not made again."""
     kept = _kept.get()
     kept = [] if kept is None else kept
-    # What a plan says of itself, passes do not read.
-    own = replace(plan, predicted=Predicted(), certificate=Certificate(0.0, 0.0, "", ""), modules=())
+    own = chosen(plan)
     at = next((i for i, r in enumerate(kept) if r.program is program and r.plan == own), None)
     found = Rewritten(program, own) if at is None else kept.pop(at)
     kept.append(found)
     del kept[:-KEPT]
     return found
+
+
+def chosen(plan: Plan) -> Plan:
+    """A plan without what it says of itself, which passes do not read."""
+    return replace(plan, predicted=Predicted(), certificate=Certificate(0.0, 0.0, "", ""), modules=())
 
 
 @contextmanager

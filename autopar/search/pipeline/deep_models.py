@@ -20,7 +20,7 @@ from autopar.ir.program import Program, RepeatedLayers
 from autopar.memory.recompute import uniform
 from autopar.passes import as_planned
 from autopar.pipeline.stage_graphs import StageGraphs, is_held_by_all
-from autopar.search.emitted.rewritten import unverified_in_stages
+from autopar.search.emitted.rewritten import chosen, unverified_in_stages
 from autopar.search.pipeline.cuts import forward_order, named_cuts
 from autopar.search.pipeline.shape import PipelineShape
 from autopar.search.pipeline.stage_devices import StageDevices
@@ -33,8 +33,14 @@ from autopar.sharding.layer_classes import layer_classes
 ThreeCuts = tuple[StagePlan, StagePlan, StagePlan]
 """The three blocks under one plan: each a stage; the first two one stage; the last two one stage."""
 
+Blocks = Mapping[Cluster, ThreeCuts]
+"""The three blocks on each kind of devices."""
+
 Ways = Mapping[Cluster, Sequence[tuple[float, ThreeCuts]]]
 """For each kind of devices, the ways in which blocks are treated, each with its share of the blocks."""
+
+KEPT = 8
+"""So many ways of treatment that were measured last are kept."""
 
 FIRST, MIDDLE, LAST = 0, 1, 2
 """Positions of a stage in the pipeline, and of its block among the three: ends differ from what is between them."""
@@ -75,15 +81,13 @@ class RepeatedStages:
         self.plan, self.padded, self.devices = plan, as_planned(program, plan), devices
         count = layer_classes(self.padded, analyze(self.padded)).count
         # Layers may be treated in several ways: some recompute what others save. Each way is measured by itself.
-        parts = [(share, part) for share, part in uniform(plan, count) if share > 0]
-        ways = [(share, _rewritten(program, self.padded, replace(_of_three(plan, repeat), recompute=part.recompute)))
-                for share, part in parts]  # fmt: skip
-        self.whole = _on_each(ways, devices, split)
+        own = chosen(_of_three(plan, repeat))
+        each = [(share, replace(own, recompute=part.recompute)) for share, part in uniform(plan, count) if share > 0]
+        ways = [(share, _cut_blocks(program, self.padded, way, shape, devices, split)) for share, way in each]
+        self.whole = {m: [(share, whole[m]) for share, (whole, _) in ways] for m in devices.machines}
         self.apart: Ways = {}  # where stages send in parts; empty: that makes no difference
-        apart = [(share, [in_parts(p, own, _everywhere(own, shape.axis))[-1] for own, p in cuts])
-                 for share, cuts in ways]  # fmt: skip
-        if any(own.scatter for _, cuts in apart for own, _ in cuts):
-            self.apart = _on_each(apart, devices, split)
+        if any(apart for _, (_, apart) in ways):
+            self.apart = {m: [(share, (apart or whole)[m]) for share, (whole, apart) in ways] for m in devices.machines}
 
     def staged(self, shape: PipelineShape, ways: Sequence[Scatter], weights: Sequence[float] = ()) -> list[StagePlan]:
         """The stages of the whole model, cut as `stage_plan.staged` does: as it is, and sent in parts.
@@ -109,12 +113,24 @@ def _everywhere(plan: Plan, axis: str) -> list[Scatter]:
     return [Scatter(axis, tuple(range(len(plan.stages) - 1)))]
 
 
-def _on_each(ways: Sequence[tuple[float, Sequence[tuple[Plan, Program]]]], devices: StageDevices, split: bool) -> Ways:
-    """The three blocks in each way, on each kind of devices."""
-    found: dict[Cluster, list[tuple[float, ThreeCuts]]] = {m: [] for m in devices.machines}
-    for share, cuts in ways:
-        for machine, own in _measured(cuts, devices, split).items():
-            found[machine].append((share, own))
+def _cut_blocks(
+    program: Program, padded: Program, plan: Plan, shape: PipelineShape, devices: StageDevices, split: bool
+) -> tuple[Blocks, Blocks]:
+    """The three blocks in one way of treatment, and where stages send in parts, if that makes a difference.
+
+    Plans that are compared often treat some blocks alike; and the best is measured once more, in stages of its own.
+    """
+    known: list[tuple[Any, tuple[Blocks, Blocks]]] = program.memo.setdefault("blocks in stages", [])
+    # A finished plan differs from what was measured in being one of the whole batch.
+    key = replace(plan, fingerprint="", microbatches=1), shape.axis, devices, split
+    found = next((own for other, own in known if other == key), None)
+    if found is None:
+        cuts = _rewritten(program, padded, plan)
+        apart = [in_parts(local, own, _everywhere(own, shape.axis))[-1] for own, local in cuts]
+        differs = any(own.scatter for own, _ in apart)
+        found = _measured(cuts, devices, split), _measured(apart, devices, split) if differs else {}
+        known.append((key, found))
+        del known[:-KEPT]
     return found
 
 
