@@ -10,6 +10,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.search.budget.budget_problem import BudgetProblem, peak_bytes
 from autopar.search.budget.cutoff import Cutoff, PrunedError
+from autopar.search.budget.pareto import Frontier
 from autopar.search.options import Job
 from autopar.search.predict import predict
 from autopar.search.rounds import Rounds, as_predicted, search_once
@@ -105,6 +106,14 @@ def _plain(program: Program, dims: Dims, job: Job, classes: LayerClasses, others
         found = replace(found, plan=replace(found.plan, certificate=known), claims=[others], fixed=0.0)
     plan = predict(program, dims, found.plan, classes)
     return replace(plan, certificate=found.checked(job, as_predicted(plan, found)))
+
+
+def frontier_of(program: Program, dims: Dims, job: Job, classes: LayerClasses, state_share: float) -> Frontier:
+    """Seconds by memory of the plans that are searched first, of whose states such a share counts."""
+    weights = Rounds(program, dims, job, classes, {}).all_hidden if job.overlaps else None
+    problem = BudgetProblem.of(program, dims, classes, job, weights)
+    memory = replace(problem.states_and_activations(offload=problem.offload), state_share=state_share)
+    return Frontier(problem.formulation(job.restrictions, memory).problem, problem.limits)
 
 
 def require_splits(dims: Dims, axes: Mapping[str, int]) -> None:

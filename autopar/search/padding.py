@@ -14,8 +14,9 @@ from autopar.passes.copy_for_backward import with_copies
 from autopar.passes.pad_dims import attention_heads, pad
 from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.cutoff import Cutoff, PrunedError
+from autopar.search.budget.pareto import Frontier
 from autopar.search.budget.repair import costed, repaired
-from autopar.search.find import Begun, begin, require_splits
+from autopar.search.find import Begun, begin, frontier_of, require_splits
 from autopar.search.finished_plan import Shapes, finished_plan, joint_certificate
 from autopar.search.formulation.axis_roles import DATA, SEQUENCE, TENSOR, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
@@ -26,7 +27,7 @@ from autopar.search.predict import predict
 from autopar.search.random_plan import random_plan
 from autopar.search.rounds import EXACT_AXES
 from autopar.sharding.dims import Dims, analyze
-from autopar.sharding.layer_classes import layer_classes
+from autopar.sharding.layer_classes import LayerClasses, layer_classes
 
 
 def best_padded(program: Program, part: Program, job: Job) -> Plan:
@@ -44,32 +45,20 @@ def best_padded(program: Program, part: Program, job: Job) -> Plan:
     Raises:
         InfeasibleError: nothing fits; the error of the search that needs the least.
     """
-    axes, search = job.axes, job.search
-    roles, dims = roles_of(search.recipe, axes, search.roles), analyze(part)
-    limits = read_pins(part, dims, search.layouts, axes, job.restrictions)
-    helps = any(role != DATA for role in roles)  # parameters need not divide to be replicated
-    # Elsewhere the batch is there to be split, and weights with padded heads are gathered from what is kept.
-    tensor = search.padding and any(role in (TENSOR, SEQUENCE) for role in roles)
-    options = paddings(part, dims, axes, limits.layouts, search=search.padding and helps, with_heads=tensor)
-    if search.recipe == "random":
-        options = (options[search.seed % len(options)],)
-    search = replace(search, time_limit=search.time_limit / len(options))
     begun: list[tuple[Begun, Shapes]] = []
     pruned: list[float] = []
     errors: list[InfeasibleError] = []
-    for shapes in options:
-        padded = pad(part, shapes)
-        padded = with_copies(padded) if search.secondary else padded
+    options = _options(part, job)
+    for shapes, own in options:
+        padded = _padded(part, shapes, own)
         dims = analyze(padded)
         fastest = min((each.plan for each, _ in begun), key=_seconds, default=None)
-        cutoff = _cutoff(fastest, job)
         try:
             # A batch of another shape is planned for parameters that have their layouts already: it has to make do with
             # the mesh. And roles say more clearly what is wrong.
-            if None in roles and not job.restrictions.layouts:
-                require_splits(dims, axes)
-            own = replace(job, search=search, restrictions=limits, cutoff=cutoff)
-            begun.append((_begin(padded, dims, own), shapes))
+            if None in roles_of(job.search.recipe, job.axes, job.search.roles) and not job.restrictions.layouts:
+                require_splits(dims, job.axes)
+            begun.append((_begin(padded, dims, replace(own, cutoff=_cutoff(fastest, job))), shapes))
         except InfeasibleError as e:
             errors.append(e)
             pruned += [e.bound] if isinstance(e, PrunedError) else []
@@ -88,6 +77,44 @@ def best_padded(program: Program, part: Program, job: Job) -> Plan:
     if len(options) > 1:  # a random plan has one
         certificate = _of_all_options(certificate, [plan.certificate for plan, _ in found], pruned)
     return finished_plan(best, program, part, shapes, certificate)
+
+
+def seconds_by_memory(program: Program, part: Program, job: Job, state_share: float) -> list[Frontier]:
+    """Of the problem with each way to pad, of which a plan of a part of a program solves one, seconds by memory.
+
+    Args:
+        program: of the whole batch.
+        part: of one microbatch; the program itself where there is only one.
+        job: what is searched for.
+        state_share: of parameters and optimizer states, what counts as memory.
+    """
+    found = []
+    for shapes, own in _options(part, job):
+        padded = _padded(part, shapes, own)
+        dims = analyze(padded)
+        classes, limited = _limited(padded, dims, own)
+        found.append(frontier_of(padded, dims, limited, classes, state_share))
+    return found
+
+
+def _options(part: Program, job: Job) -> list[tuple[Shapes, Job]]:
+    """Ways to pad, and what is searched for with each."""
+    axes, search = job.axes, job.search
+    roles, dims = roles_of(search.recipe, axes, search.roles), analyze(part)
+    limits = read_pins(part, dims, search.layouts, axes, job.restrictions)
+    helps = any(role != DATA for role in roles)  # parameters need not divide to be replicated
+    # Elsewhere the batch is there to be split, and weights with padded heads are gathered from what is kept.
+    tensor = search.padding and any(role in (TENSOR, SEQUENCE) for role in roles)
+    options = paddings(part, dims, axes, limits.layouts, search=search.padding and helps, with_heads=tensor)
+    if search.recipe == "random":
+        options = (options[search.seed % len(options)],)
+    search = replace(search, time_limit=search.time_limit / len(options))
+    return [(shapes, replace(job, search=search, restrictions=limits)) for shapes in options]
+
+
+def _padded(part: Program, shapes: Shapes, job: Job) -> Program:
+    padded = pad(part, shapes)
+    return with_copies(padded) if job.search.secondary else padded
 
 
 def _seconds(plan: Plan) -> float:
@@ -109,16 +136,13 @@ def _of_all_options(best: Certificate, found: Sequence[Certificate], pruned: Seq
 
 def _begin(program: Program, dims: Dims, job: Job) -> Begun:
     """The first plan, or a random one, of a program whose dims are decided."""
-    axes, search = job.axes, job.search
-    classes = layer_classes(program, dims, tie=search.tie_layers or search.recipe == "random")
-    limits = pin_modules(program, dims, classes, search.layouts, axes, job.restrictions)
-    if search.recipe == "random":
+    if job.search.recipe == "random":
+        classes = layer_classes(program, dims)
+        limits = pin_modules(program, dims, classes, job.search.layouts, job.axes, job.restrictions)
         drawn = _random(program, dims, job, limits)
-        drawn = replace(drawn, quantized=job.quantized, secondary=search.secondary)
+        drawn = replace(drawn, quantized=job.quantized, secondary=job.search.secondary)
         return Begun.of(predict(program, dims, drawn))
-    limits = by_roles(program, dims, classes, axes, roles_of(search.recipe, axes, search.roles), limits)
-    limits = secondary_copies(dims, classes, axes, search.secondary, limits)
-    job = replace(job, restrictions=limits)
+    classes, job = _limited(program, dims, job)
     try:
         return begin(program, dims, job, classes)
     except InfeasibleError as e:
@@ -129,6 +153,15 @@ def _begin(program: Program, dims: Dims, job: Job) -> Begun:
     exact = program.repeat is None and len(job.axes) <= EXACT_AXES
     found = repaired(BudgetProblem.of(program, dims, classes, job), error, from_minimum=exact)
     return Begun.of(costed(predict(program, dims, found, classes)))
+
+
+def _limited(program: Program, dims: Dims, job: Job) -> tuple[LayerClasses, Job]:
+    """Which nodes share a decision, and the job with what roles and pins leave open."""
+    axes, search = job.axes, job.search
+    classes = layer_classes(program, dims, tie=search.tie_layers)
+    limits = pin_modules(program, dims, classes, search.layouts, axes, job.restrictions)
+    limits = by_roles(program, dims, classes, axes, roles_of(search.recipe, axes, search.roles), limits)
+    return classes, replace(job, restrictions=secondary_copies(dims, classes, axes, search.secondary, limits))
 
 
 def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Plan:

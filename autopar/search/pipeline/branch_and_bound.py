@@ -72,7 +72,7 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
         expand = partial(_plan_without_stages, tree)
         rows = tree.rows_of_device(1, 1)
         tree.open.append(Subproblem(
-            least.typical, least.bound, expand, least.bound, unplanned=rows, second=tree.is_rough
+            least.typical, least.bound, expand, least.bound, unplanned=rows, second=tree.is_rough, flat=True
         ))  # fmt: skip
     for count, shapes_of_mesh in _counts(tree):
         _open_microbatches(tree, count, shapes_of_mesh)
@@ -87,28 +87,17 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
 
 
 def _raise_bound(tree: SearchTree) -> None:
-    """Plan the devices of stages where nothing of a mesh is planned, for the bound alone, the lowest first.
-
-    A number of microbatches that divides all numbers that are open bounds them all.
-    """
+    """Raise the bounds of what is not planned, the lowest first, as long as there is time."""
     late = max(tree.deadline, time.monotonic()) + TO_BOUND * tree.search.time_limit
-    while (least := tree.least_open()) is not None and least.of is not None:
-        mesh, _ = least.of
-        if requested() or time.monotonic() > late:
-            return
-        shape = next(a for a in tree.shapes if a.mesh == mesh)
-        count = math.gcd(*(o.of[1] for o in tree.open if o.of is not None and o.of[0] == mesh))
-        tree.say(f"bound of {shape.devices} devices along {shape.axis}")
+    while (least := tree.least_open()) is not None and (weakest := tree.weakest(least)) is not None:
+        mesh, count, room = weakest
+        tree.say(f"bound of {count} microbatches {f'along {mesh[1]}' if mesh else 'without stages'}")
         try:
-            part = microbatch_program(tree.program, count, deterministic=tree.job.deterministic)
-            tree.free[mesh, count] = best_padded(
-                tree.program, part, replace(tree.job_inside(shape), rough=tree.is_rough)
-            )
+            if requested() or time.monotonic() > late or not tree.memory_floor(mesh).improve(count, room, late):
+                return
         except InfeasibleError:
             return
-        tree.bound_multiples(shape, count)
-        if any(o.of == least.of and o.bound <= least.bound for o in tree.open):
-            return
+        tree.raise_bounds(mesh)
 
 
 def _counts(tree: SearchTree) -> list[tuple[int, tuple[PipelineShape, ...]]]:
@@ -151,7 +140,8 @@ def _plan_without_stages(tree: SearchTree) -> None:
     # One search of a deep model leads to a plan; all of them take longer than any stage.
     expand = partial(_fit_roughly, tree, own) if tree.is_rough else partial(_fit_without_stages, tree)
     tree.open.append(Subproblem(
-        seconds, own.lower_bound, expand, own.checked, unmeasured=True, second=tree.is_rough, again=tree.is_rough
+        seconds, own.lower_bound, expand, own.checked, unmeasured=True, second=tree.is_rough, again=tree.is_rough,
+        flat=True,
     ))  # fmt: skip
 
 
@@ -159,7 +149,7 @@ def _fit_roughly(tree: SearchTree, free: Certificate) -> None:
     """A first plan within the budget without stages; the best one is left open."""
     tree.say("without stages")
     expand, bound = partial(_fit_without_stages, tree), free.lower_bound
-    tree.open.append(Subproblem(bound, bound, expand, free.checked, unmeasured=True, again=True))
+    tree.open.append(Subproblem(bound, bound, expand, free.checked, unmeasured=True, again=True, flat=True))
     try:
         tree.add(first_flat(tree.program, replace(tree.job, cutoff=Cutoff(tree.seconds)), tree.most_without_stages))
     except InfeasibleError as e:
@@ -189,6 +179,7 @@ def _open_microbatches(tree: SearchTree, count: int, shapes: tuple[PipelineShape
     tree.open.append(Subproblem(
         max(least, seconds), least, expand, least, unplanned=tree.rows_of_device(first.devices, count),
         slower=tree.slower(first.devices, count), spread=tree.spread(first, count), of=(first.mesh, count),
+        room=tree.room(first, count),
     ))  # fmt: skip
 
 

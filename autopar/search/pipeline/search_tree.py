@@ -16,14 +16,16 @@ from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order
 from autopar.search.budget.budget_problem import machine_of
-from autopar.search.budget.cutoff import PrunedError
+from autopar.search.budget.cutoff import NO_CUTOFF, PrunedError
 from autopar.search.microbatch.kernel_floor import KernelFloor, kernel_floor
+from autopar.search.microbatch.memory_floor import MemoryFloor
 from autopar.search.microbatch.needed_bytes import needed_bytes, slowdown, spread
 from autopar.search.options import Job, Search
 from autopar.search.pipeline.deep_models import RepeatedStages
 from autopar.search.pipeline.shape import Measured, MeshKey, PipelineShape, Possible, ScheduledStages
-from autopar.search.pipeline.space import inside_stage, restrictions_inside, samples
+from autopar.search.pipeline.space import inside_stage, restrictions_inside, room_for_saved, samples
 from autopar.search.pipeline.stage_devices import StageDevices, devices_along
+from autopar.search.rounds import EXACT_AXES
 from autopar.search.solver.highs import requested
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
@@ -54,6 +56,8 @@ class Subproblem:
         slower: about how many times as long a step takes within the memory, before that is searched.
         spread: about how many times as long as its kernels a plan takes, where nothing is planned yet.
         of: the mesh and the number of microbatches where nothing is planned yet.
+        room: bytes that there are for what one of these microbatches saves.
+        flat: whether it has no stages.
     """
 
     seconds: float
@@ -69,6 +73,8 @@ class Subproblem:
     slower: float = 1.0
     spread: float = 1.0
     of: tuple[MeshKey, int] | None = None
+    room: float = math.inf
+    flat: bool = False
 
 
 @dataclass
@@ -97,6 +103,7 @@ class SearchTree:
             as many times longer as `spread` says.
         slowdowns: bytes needed without a budget, and how much longer a step takes within it.
         along: by mesh the devices along the axis of the stages.
+        floors: by mesh, or None without stages, bounds of what is not planned.
         measured: by shape and microbatches, see `ScheduledStages.measured`.
         lightest: of the pipelines that do not fit, the one that needs the least.
         searched: how many were searched within the budget.
@@ -123,6 +130,7 @@ class SearchTree:
     slowdowns: list[tuple[float, float]] = field(default_factory=list)
     measured: dict[tuple[PipelineShape, int], list[Measured]] = field(default_factory=dict)
     along: dict[MeshKey, StageDevices] = field(default_factory=dict)
+    floors: dict[MeshKey | None, MemoryFloor] = field(default_factory=dict)
     lightest: Plan | None = None
     searched: int = 0
     stopped: bool = False
@@ -212,6 +220,12 @@ class SearchTree:
         """Samples of one of so many microbatches for each device of a stage."""
         return samples(self.program) * stages / (count * math.prod(self.job.axes.values()))
 
+    def room(self, shape: PipelineShape, count: int) -> float:
+        """Bytes that there are for what a microbatch saves of the whole model, see `room_for_saved`."""
+        if self.memory is None or not self.program.training:
+            return math.inf
+        return self.memory * max(self.devices(shape).room) * room_for_saved(shape, count)
+
     def slower(self, stages: int, count: int, in_flight: float = 1.0, *, split: bool = False) -> float:
         """About how many times as long a step takes within the memory, before anything is planned.
 
@@ -285,6 +299,52 @@ class SearchTree:
         if least is None or self.best is None or self.seconds - least.bound <= self.search.gap * self.seconds:
             return None
         return least
+
+    def weakest(self, node: Subproblem) -> tuple[MeshKey | None, int, float] | None:
+        """The mesh, microbatches and bytes for what one of them saves for which a bound is low; None: not known."""
+        if node.of is not None:
+            mesh, room = node.of[0], node.room
+            return (*node.of, room) if len(mesh[0]) <= EXACT_AXES + 1 else None
+        if not node.flat or len(self.job.axes) > EXACT_AXES:
+            return None
+        floor, room = self.memory_floor(None), math.inf if self.memory is None else self.memory
+        return None, min(self._flat_counts, key=lambda n: floor.bound(n, room)), room
+
+    def memory_floor(self, mesh: MeshKey | None) -> MemoryFloor:
+        """The bounds of what is not planned on a mesh with stages; None: without."""
+        if mesh not in self.floors:
+            if mesh is None:
+                job, devices = replace(self.job, memory=None, cutoff=NO_CUTOFF), 1
+                counts = [n for n in self._flat_counts if n > 1]
+            else:
+                shape = next(a for a in self.shapes if a.mesh == mesh)
+                job, devices = self.job_inside(shape), shape.devices
+                counts = [o.of[1] for o in self.open if o.of is not None and o.of[0] == mesh]
+            self.floors[mesh] = MemoryFloor(self.program, job, 1 / devices, math.gcd(*counts))
+        return self.floors[mesh]
+
+    def raise_bounds(self, mesh: MeshKey | None) -> None:
+        """Raise the bounds of what is open on a mesh; if bounds are checked, as far as they were verified."""
+        floor, seconds = self.memory_floor(mesh), self.search.time_limit if self.search.check else None
+        for i, o in enumerate(self.open):
+            if o.of is not None and o.of[0] == mesh:
+                shape = next(a for a in self.shapes if a.mesh == mesh)
+                bound = floor.bound(o.of[1], o.room, seconds) / shape.devices
+            elif o.flat and mesh is None:
+                room = math.inf if self.memory is None else self.memory
+                bound = min(floor.bound(n, room, seconds) for n in self._flat_counts)
+            else:
+                continue
+            if bound > o.bound:
+                checked = o.checked if seconds is None else bound
+                self.open[i] = replace(o, seconds=max(o.seconds, bound), bound=bound, checked=checked)
+
+    @property
+    def _flat_counts(self) -> list[int]:
+        """Numbers of microbatches to try without stages."""
+        if self.search.microbatches or self.program.loss is None:
+            return [self.search.microbatches or 1]
+        return [2**i for i in range(samples(self.program).bit_length()) if samples(self.program) % 2**i == 0]
 
     def next(self) -> Subproblem | None:
         """The most promising subproblem, which is not open from here on; None: no other can lead to a better plan."""

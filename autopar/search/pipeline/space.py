@@ -291,6 +291,18 @@ def bubble(a: PipelineShape, schedule: str, count: int, alone: float = 1.0) -> f
     return max(0.0, (1 + idle) / alone - 1)
 
 
+def room_for_saved(a: PipelineShape, count: int) -> float:
+    """The share of a device's memory that holds what a microbatch saves of the whole model, in any schedule.
+
+    Devices hold, at some moment, what each of their stages saves of at least ``1, 2, ...`` microbatches, in some order.
+    So of what one saves there is at most the whole, half, a third ... of the memory on each. Beside that, each has its
+    part of parameters and their states, of which so at least one ``a.devices``-th counts.
+    """
+    if any(is_table(name) for name in a.schedules):
+        return float(a.devices)  # which may hold a single one each
+    return sum(1 / min(k, count) for k in range(1, a.devices + 1))
+
+
 def least_idle_factor(speeds: Sequence[float], count: int) -> float:
     """How much longer than its work a device of a pipeline takes at least, whose devices have a stage each.
 
