@@ -128,10 +128,10 @@ class _Schedule:
                     continue
                 if node in gathers:
                     needed, took = wanted[node], self.seconds.collective(_collective(node))
-                    ahead = self._ahead(units, needed, start, took)
+                    place = self._ahead(units, needed, start, took)
                     if node in on_the_way:
-                        ahead = max(ahead, self._by_clock(needed, took))
-                    ahead += ISSUE
+                        place = max(place, self._by_clock(needed, took))
+                    ahead = place + ISSUE
                     axis, latest = _collective(node).axis, self.clock[needed] - took
                     self.position[node] = self._let_first(ahead, axis, took, latest)
                     wanted[node] = int(self.position[node] - ISSUE)
