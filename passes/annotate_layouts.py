@@ -49,7 +49,9 @@ def annotate_layouts(program: Program, plan: Plan) -> Program:
 
 
 def _annotate(node: fx.Node, dims: Dims, assignment: Assignment) -> None:
-    types = tuple(dims.operators[node].outputs if is_operator(node) else (dims.types.get((node, 0)),))
+    # Nodes share operators, whose types are those of the first: names and sizes without padding are each node's own.
+    shared = dims.operators[node].outputs if is_operator(node) else (dims.types.get((node, 0)),)
+    types = tuple(None if type_ is None else dims.types[node, i] for i, type_ in enumerate(shared))
     numbers = range(len(types))
     known = replace(
         info(node),

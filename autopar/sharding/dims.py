@@ -149,7 +149,8 @@ def _analyze(program: Program) -> Dims:
         known = [
             types[v] for v in (*program.sources[node], *((node, i) for i in range(len(call.outputs)))) if v in types
         ]
-        kinds = tuple((type_.drawn, type_.routed, type_.experts, type_.order, type_.message) for type_ in known)
+        # All that decides how a type is moved: sums in another dtype, or copies for strides, are moved by other paths.
+        kinds = tuple((t.drawn, t.routed, t.experts, t.order, t.message, t.reduce, t.relaid) for t in known)
         pattern, own = _pattern(program.sources[node], node, expanded, factors.size), fused.get(node)
         key = (call, pattern, copied.get(node, ()), own, kinds)
         if key not in shared:

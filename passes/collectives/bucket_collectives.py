@@ -15,7 +15,8 @@ Without `Plan.overlap` only all-reduces of gradients are joined: they are waited
 they run beside the rest of the backward pass. With it every collective that does nothing but bring a gradient into its
 parameter's layout, or a parameter into another one, travels with those of its block; `overlap_collectives` puts them
 where they are hidden. They take the library's coalesced form, which copies nothing, but for exchanges, which have none,
-and reductions on CPUs: Gloo sends the members of a coalesced one on their own. These are packed, as above.
+and reductions on CPUs: Gloo sends the members of a coalesced one on their own. These are packed, as above. An exchange
+that is copied for longer than it takes to send one more message, such as that of a mixture's experts, stays alone.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def bucket_collectives(program: Program, plan: Plan) -> Program:
     positions = {n: float(i) for i, n in enumerate(graph.nodes) if n.op not in ("placeholder", "output")}
     # Level by level: a gradient that is reduced over two axes is in a bucket of the first, then in one of the second.
     for level in sorted({levels[m] for m in members}):
-        here = [m for m in members if levels[m] == level]
+        here = [m for m in members if levels[m] == level and not _is_sent_alone(m, machine)]
         for bucket in _buckets(program, here, early_ones, once, machine, places, plan.overlap):
             if len(bucket) == 1 and plan.overlap:
                 continue
@@ -127,6 +128,24 @@ def _parameter_moves(program: Program) -> list[fx.Node]:
     return [n for n in parameter_only(program) if n.target in kinds and not is_hoisted(n)]
 
 
+def _is_sent_alone(node: fx.Node, machine: Machine) -> bool:
+    """Whether to pack an exchange, and unpack it, takes kernels longer than a message of its own takes besides."""
+    if node.target is not c10d.all_to_all_single.default:
+        return False
+    axis = machine.names.index(_collective([node]).axis)
+    return packs_in_vain(node.meta["val"].nbytes, machine, axis)
+
+
+def packs_in_vain(size: float, machine: Machine, axis: int) -> bool:
+    """Whether an exchange of so many bytes of a device is sent alone.
+
+    Packed, it is read and written before the message and behind it; alone it costs the latency of a message, and a
+    launch, for which the kernel behind the message makes up.
+    """
+    copied = 4 * size / (machine.device.bandwidth * machine.device.streaming)
+    return copied > (machine.sizes[axis] - 1) * machine.links[axis].latency
+
+
 def _levels(graph: fx.Graph, members: Iterable[fx.Node]) -> dict[fx.Node, int]:
     """By node: how many members it is behind, one after the other, itself included."""
     counted, levels = set(members), dict[fx.Node, int]()
@@ -147,7 +166,8 @@ def _buckets(
     """Members that travel together, in the order of the graph; a bucket of gradients starts with its last member.
 
     Buckets are filled in order, not packed: a bucket of gradients from far apart would start late. A block's members
-    are in one bucket, whatever their size.
+    are in one bucket, whatever their size. Blocks whose parameters come from messages of their own go on by themselves:
+    the first one's would wait for those of all.
     """
     position = {n: i for i, n in enumerate(program.graph.graph.nodes)}
     groups: dict[tuple[Any, ...], dict[object, list[fx.Node]]] = {}
@@ -159,10 +179,25 @@ def _buckets(
         key = (node.target, _collective([node]).axis, dtype, place, is_backward(node), node in gathers, node in once)
         groups.setdefault(key, {}).setdefault(block or node, []).append(node)
     for (_, axis, *_), alike in groups.items():
-        i, units = machine.names.index(axis), iter(alike.values())
+        i, units = machine.names.index(axis), alike.values()
         limit = bucket_bytes(machine.sizes[i], machine.links[i])
-        for count in filled([_collective(unit).bytes for unit in alike.values()], limit):
-            yield [node for unit in itertools.islice(units, count) for node in unit]
+        for _, same in itertools.groupby(units, lambda unit: _sent_before(unit) if unit[0] in gathers else None):
+            following = list(same)
+            rest = iter(following)
+            for count in filled([_collective(unit).bytes for unit in following], limit):
+                yield [node for unit in itertools.islice(rest, count) for node in unit]
+
+
+def _sent_before(members: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """The last collectives that what is sent has come through."""
+    found, pending = set[fx.Node](), [a for m in members for a in m.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if info(node).collective is not None:
+            found.add(node)
+        else:
+            pending += node.all_input_nodes
+    return frozenset(found)
 
 
 def filled(sizes: Sequence[float], limit: float) -> list[int]:

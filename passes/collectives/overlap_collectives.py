@@ -115,18 +115,23 @@ class _Schedule:
             start = min(kernels, default=0)
             # Backwards: a gather over a first axis is ahead of that over the second.
             wanted: dict[fx.Node, int] = {}
+            on_the_way = set[fx.Node]()  # what a further gather takes first
             for node in reversed(self.nodes):
                 if node not in self.static:
                     continue
                 # The output is in no order.
-                wanted[node] = min(
-                    (wanted.get(u, index.get(u, len(index) - 1)) for u in node.users), default=index[node]
-                )
+                first = min(node.users, key=lambda u: wanted.get(u, index.get(u, len(index) - 1)), default=None)
+                wanted[node] = index[node] if first is None else wanted.get(first, index.get(first, len(index) - 1))
+                if first in gathers or first in on_the_way:
+                    on_the_way.add(node)
                 if is_backward(node) is not backward or is_hoisted(node):
                     continue
                 if node in gathers:
                     needed, took = wanted[node], self.seconds.collective(_collective(node))
-                    ahead = self._ahead(units, needed, start, took) + ISSUE
+                    place = self._ahead(units, needed, start, took)
+                    if node in on_the_way:
+                        place = max(place, self._by_clock(needed, took))
+                    ahead = place + ISSUE
                     axis, latest = _collective(node).axis, self.clock[needed] - took
                     self.position[node] = self._let_first(ahead, axis, took, latest)
                     wanted[node] = int(self.position[node] - ISSUE)
@@ -154,6 +159,13 @@ class _Schedule:
             elif block is None and needed - self.clock[unit] >= took:
                 return unit
         return start
+
+    def _by_clock(self, at: int, took: float) -> int:
+        """The last position by which a gather must be issued to be there at another one.
+
+        Of several in a row only the last is a block ahead: were each, the first ones of a pass would wait for many.
+        """
+        return max(bisect_right(self.clock, self.clock[at] - took) - 1, 0)
 
     def _block(self, index: int) -> str | None:
         if index not in self.blocks:

@@ -187,6 +187,29 @@ def test_one_factor_twice_in_a_tensor(name: str, arguments: dict[str, Any], shap
     assert worst_random(captured, range(1 if name == "bert" else 2)) < 1e-10
 
 
+class ThereAndBack(nn.Module):
+    """Square tensors: both transpositions are the same call, but only the first result is laid out by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x.mT * self.scale).mT.exp()).square().mean()
+
+
+def test_operators_are_shared_only_by_results_that_are_moved_alike() -> None:
+    """A redistribution of what has other strides copies, and may take another path."""
+    program = program_of(ThereAndBack(), (torch.randn(8, 4, 4),))
+    dims = analyze(program)
+    seen = set()
+    for node, shared in dims.operators.items():
+        for i, own in enumerate(shared.outputs):
+            assert own is None or own.relaid == dims.types[node, i].relaid, node.name
+            seen |= {own.relaid} if own is not None and node.target is torch.ops.aten.permute.default else set()
+    assert len(seen) > 1
+
+
 def test_analysis_is_deterministic() -> None:
     program, dims, _ = models.captured("mlp")
     assert analyze(program) is dims  # remembered

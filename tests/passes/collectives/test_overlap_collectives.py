@@ -24,6 +24,7 @@ from autopar.search.options import Search
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import analyze
 from autopar.sharding.graph_order import parameter_only
+from autopar.sharding.redistribute.moves import Machine
 from autopar.simulate import simulate
 from autopar.simulate.graph_tasks import emitted
 from autopar.verify.verify import compare, verify
@@ -33,6 +34,7 @@ from tests import models
 bucketing = import_module("autopar.passes.collectives.bucket_collectives")
 overlapping = import_module("autopar.passes.collectives.overlap_collectives")
 
+H100 = Cluster.preset("h100").device
 LAYERS = 3
 AXES = ({"data": 4}, {"node": 2, "gpu": 2})
 
@@ -253,6 +255,29 @@ def test_a_layer_that_is_gathered_in_several_hops_takes_as_long_as_predicted(mon
         found.append((plan.predicted.step_seconds, simulate(emitted(rewrite(program, plan), plan)).step_seconds))
     predicted, simulated = (b - a for a, b in zip(*found, strict=True))
     assert simulated < 1.06 * predicted
+
+
+def test_exchanges_are_packed_where_that_takes_less_than_a_message() -> None:
+    machine = Machine(("node", "gpu"), (8, 8), Cluster.preset("h100").link_for({"node": 8, "gpu": 8}), H100)
+    assert not bucketing.packs_in_vain(4 * 2**20, machine, 1)  # the weight of a projection
+    assert bucketing.packs_in_vain(224 * 2**20, machine, 1)  # those of a mixture's experts
+
+
+@pytest.mark.slow
+def test_exchanges_that_stay_alone_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, dims, values = models.captured("mlp")
+    exchange, changed = torch.ops._c10d_functional.all_to_all_single.default, 0
+    for seed in range(6):
+        plan = replace(random_plan(program, dims, {"a": 2, "b": 2}, Cluster.preset("h100"), seed), overlap=True)
+        counts = []
+        for alone in (False, True):
+            monkeypatch.setattr(bucketing, "packs_in_vain", lambda *_, alone=alone: alone)
+            local = rewrite(program, plan)
+            counts.append(sum(n.target is exchange for n in local.graph.graph.nodes))
+        changed += counts[0] < counts[1]
+        if counts[0] < counts[1]:
+            assert compare(program, local, plan, values, torch.float64).max_error < 1e-10
+    assert changed, "no exchange was packed"
 
 
 class Handed(torch.nn.Module):
