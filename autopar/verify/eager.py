@@ -240,9 +240,11 @@ def _backward(
 
 
 def _tensor_state(model: nn.Module) -> dict[Key, torch.Tensor]:
-    """Parameters, buffers and other tensors that modules hold."""
+    """Parameters, buffers and other tensors that modules hold, shared ones under the first of their names."""
     state: dict[Key, torch.Tensor] = {("parameter", n): p for n, p in model.named_parameters()}
-    state.update({("buffer", n): b for n, b in state_tensors(model).items()})
+    first: dict[int, str] = {}
+    # A graph has a buffer of a shared module once.
+    state.update({("buffer", n): b for n, b in state_tensors(model).items() if first.setdefault(id(b), n) == n})
     return state
 
 

@@ -249,6 +249,16 @@ class Slots:
             memo["state tensors"] = state_tensors(self._model)
         return dict(memo["state tensors"])
 
+    def shared(self) -> tuple[tuple[str, str], ...]:
+        """Names of `state_tensors` that stand for the tensor of another name, each with that one, the first."""
+        memo = self.inventory(compare=False).memo
+        if "shared" not in memo:
+            first: dict[int, str] = {}
+            names = [(n, first.setdefault(id(t), n)) for n, t in self.state_tensors().items()]
+            memo["shared"] = tuple((n, of) for n, of in names if n != of)
+        found: tuple[tuple[str, str], ...] = memo["shared"]
+        return found
+
     def signature(self, constants: bool = False, compare: bool = True) -> Signature:
         """The state of every module now; entries that have not changed are the same objects, as are whole signatures.
 
