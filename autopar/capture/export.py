@@ -341,6 +341,9 @@ def _check_gradients(
     """Parameters without a gradient must have none in the plain model either."""
     if not program.training:
         return program
+    # What a backward pass inside the traced one gives a parameter stays with it: also one that gets more in the graph.
+    if left := [n for n, p in harness.model.named_parameters() if p.is_leaf and p.grad is not None]:
+        raise _lost(left)
     values = dict(zip(program.outputs, program.output_values, strict=True))
     trainable = {n for n, p in harness.model.named_parameters() if p.requires_grad}
     have = {o.name for o, v in values.items() if o.kind == "gradient" and v is not None}
@@ -366,9 +369,14 @@ def _check_gradients(
             raise explained(e) from e
     lost = [n for n, p in harness.model.named_parameters() if n in missing and p.grad is not None]
     if lost:
-        raise CaptureError(
-            f"parameter {lost[0]!r} ({len(lost)} in all) gets a gradient in the plain model but not in the captured "
-            "graph; an autograd function that runs a backward pass of its own does that: torch.utils.checkpoint is "
-            "understood, other checkpointing is not"
-        )
+        raise _lost(lost)
     return replace(program, unused=tuple(missing))
+
+
+def _lost(parameters: Sequence[str]) -> CaptureError:
+    return CaptureError(
+        f"parameter {parameters[0]!r} ({len(parameters)} in all) gets a gradient in the plain model that it does not get "
+        "in the captured graph; an autograd function that runs a backward pass of its own does that, as reversible layers "
+        "and checkpointing by hand have it: torch.utils.checkpoint is understood; call the blocks by it, and turn such "
+        "functions off (reversible=False)"
+    )
