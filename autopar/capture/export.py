@@ -377,6 +377,6 @@ def _lost(parameters: Sequence[str]) -> CaptureError:
     return CaptureError(
         f"parameter {parameters[0]!r} ({len(parameters)} in all) gets a gradient in the plain model that it does not "
         "get in the captured graph; an autograd function that runs a backward pass of its own does that, as reversible "
-        "layers and checkpointing by hand have it: torch.utils.checkpoint is understood; call the blocks by it, and turn "
-        "such functions off (reversible=False)"
+        "layers and checkpointing by hand have it: torch.utils.checkpoint is understood; call the blocks by it, and "
+        "turn such functions off (reversible=False)"
     )
