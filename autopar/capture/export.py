@@ -47,7 +47,7 @@ from autopar.capture.outside import require_own_seeds
 from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_modules
 from autopar.capture.state.known import of_buffers
 from autopar.capture.state.record import Record
-from autopar.capture.state.slots import VIEW_OF, state_tensors
+from autopar.capture.state.slots import VIEW_OF, name_of, state_tensors, tensors_within
 from autopar.capture.state.writes import Replay
 from autopar.capture.swap import refuse_opaque, swapped
 from autopar.errors import CaptureError
@@ -240,11 +240,16 @@ def _require_apart(model: nn.Module, program: Program) -> None:
         # Of what is a DTensor no other tensor has a view.
         if not tensor.is_meta and not hasattr(tensor, "placements"):
             by_storage[storage_id(tensor)][name] = tensor
+    written = {o.name for o in program.outputs if o.kind in ("buffer", "parameter")}
+    # What a call replaces has other memory at the next one.
+    replaced = {name_of(w.module, w.path) for w in program.state.writes}
+    for name, tensor in tensors_within(model).items() if written else ():
+        if storage_id(tensor) in by_storage and not any(name.startswith(r) for r in replaced):
+            by_storage[storage_id(tensor)].setdefault(name, tensor)
     read = {i.name for i, node in zip(program.inputs, program.placeholders, strict=True) if node.users}
     for name, tensor in state_tensors(model).items():
         if name in read and (of := vars(tensor).get(VIEW_OF)):
             raise refused_view(repr(name), of)
-    written = {o.name for o in program.outputs if o.kind in ("buffer", "parameter")}
     for group in by_storage.values():
         for name, other in itertools.product(written & group.keys(), group):
             (first, last), (start, end) = extent(group[name]), extent(group[other])

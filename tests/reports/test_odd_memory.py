@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -112,6 +113,18 @@ def test_refused(name: str) -> None:
     function, text = REFUSED[name]
     with pytest.raises(CaptureError, match=text):
         parallelize(Model(function), None)(x())
+
+
+def test_a_view_in_a_list_of_what_is_written() -> None:
+    model = Model(lambda m, x: m.other.mul_(m.views[0].sum()))
+    model.views = [model.other[:1]]
+    with pytest.raises(CaptureError, match=r"'other' and 'views\[0\]' share their memory"):
+        parallelize(model, None)(x())
+    model.views = [model.other]
+    plain, parallel = copy.deepcopy(model), parallelize(model, None)
+    for _ in range(2):
+        plain(x()), parallel(x())
+    assert torch.equal(plain.other, model.other)
 
 
 def test_sparse_buffers_are_refused() -> None:

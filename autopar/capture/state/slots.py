@@ -95,6 +95,17 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def tensors_within(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that have memory in lists, dicts and objects among the attributes, by where they are."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for name, value in own_attributes(module).items():
+            for at, part, _ in walk(value, (("attr", name),), set()):
+                if type(part) is torch.Tensor and len(at) > 1 and part.layout is torch.strided and not part.is_meta:
+                    found[name_of(path, at)] = part
+    return found
+
+
 def where_kept(model: nn.Module, tensor: torch.Tensor) -> str:
     """Where among its attributes, and in lists, dicts and objects in these, a model has a tensor; empty: nowhere."""
     for path, module in model.named_modules():
