@@ -222,6 +222,7 @@ def _attempt(
             finally:
                 record.restore()
     _require_apart(model, program)
+    _require_apart_later(program)
     if harness.seen.added_to:
         raise CaptureError(
             f"a function under torch.utils.checkpoint writes to {harness.seen.added_to!r}, which torch does a second "
@@ -231,6 +232,19 @@ def _attempt(
     counted = frozenset((w.module, w.path) for w in program.state.writes if isinstance(w.value, Replay))
     state = replace(program.state, counted=counted, constants=not promote)
     return replace(program, state=state, guards=recorder.guards)
+
+
+def _require_apart_later(program: Program) -> None:
+    """A buffer that a call sets to the memory of one that it writes in place may not be read by the next call."""
+    numbers = {name: number for (kind, name), number in program.storages.items() if kind == "buffer"}
+    read = {i.name for i, node in zip(program.inputs, program.placeholders, strict=True) if node.users}
+    in_place = {o.name for o in program.outputs if o.kind == "buffer"} - program.state.assigned
+    for name, other in itertools.product(sorted(program.state.assigned & read), sorted(in_place)):
+        if numbers.get(name, -1) == numbers.get(other):
+            raise CaptureError(
+                f"a call of the model sets {name!r} to memory of {other!r}, to which it writes in place: the next call "
+                f"would not see that in {name!r}; set it to a copy ({other}.clone())"
+            )
 
 
 def _require_apart(model: nn.Module, program: Program) -> None:

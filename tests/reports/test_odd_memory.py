@@ -127,6 +127,37 @@ def test_a_view_in_a_list_of_what_is_written() -> None:
     assert torch.equal(plain.other, model.other)
 
 
+def sets_to_another(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.whole.add_(1)
+    y: torch.Tensor = m.f(x) * m.other.sum()
+    m.other = m.whole if m.as_it_is else m.whole.detach()
+    return y
+
+
+@pytest.mark.parametrize("as_it_is", [True, False])
+def test_a_buffer_that_gets_the_memory_of_another(as_it_is: bool) -> None:
+    """The next call writes to the one, and reads it in the other."""
+    model = Model(sets_to_another)
+    del model.part
+    model.other, model.as_it_is = torch.ones_like(model.whole), as_it_is
+    with pytest.raises(CaptureError, match=r"sets 'other' to memory of 'whole', to which it writes in place"):
+        parallelize(model, None)(x())
+
+
+def sets_first(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.other = m.whole
+    m.whole.add_(1)
+    y: torch.Tensor = m.f(x) * m.other.sum()
+    return y
+
+
+def test_a_buffer_that_is_set_to_another_before_it_is_read() -> None:
+    model = Model(sets_first)
+    del model.part
+    model.other = torch.ones_like(model.whole)
+    assert verify(model, (x(),), {"a": 2}, plan="random").max_error < 1e-10
+
+
 def test_sparse_buffers_are_refused() -> None:
     model = Model(lambda m, x: None)
     model.register_buffer("graph", torch.eye(4, dtype=D).to_sparse_csr())
