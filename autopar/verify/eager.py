@@ -208,7 +208,7 @@ def _call(
     values = {("result", str(i)): r.detach().clone() for i, r in numbered}
     values.update({("gradient", n): p.grad.clone() for n, p in parameters.items() if p.grad is not None})
     values.update({("input_gradient", str(i)): t.grad for i, t in enumerate(inputs) if t.grad is not None})
-    registered = {("buffer", n) for n, _ in model.named_buffers()}
+    registered = {("buffer", n) for n, _ in model.named_buffers(remove_duplicate=False)}
     for key, tensor in _tensor_state(model, harness.aliases).items():
         if key[0] == "buffer" and key not in registered and tensors_before.get(key) is not tensor:
             continue  # an attribute that gets a new tensor: it is among what is written
