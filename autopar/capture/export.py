@@ -47,7 +47,7 @@ from autopar.capture.outside import require_own_seeds
 from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_modules
 from autopar.capture.state.known import of_buffers
 from autopar.capture.state.record import Record
-from autopar.capture.state.slots import VIEW_OF, state_tensors
+from autopar.capture.state.slots import VIEW_OF, name_of, state_tensors, tensors_within
 from autopar.capture.state.writes import Replay
 from autopar.capture.swap import refuse_opaque, swapped
 from autopar.errors import CaptureError
@@ -222,6 +222,7 @@ def _attempt(
             finally:
                 record.restore()
     _require_apart(model, program)
+    _require_apart_later(program)
     if harness.seen.added_to:
         raise CaptureError(
             f"a function under torch.utils.checkpoint writes to {harness.seen.added_to!r}, which torch does a second "
@@ -233,6 +234,19 @@ def _attempt(
     return replace(program, state=state, guards=recorder.guards)
 
 
+def _require_apart_later(program: Program) -> None:
+    """A buffer that a call sets to the memory of one that it writes in place may not be read by the next call."""
+    numbers = {name: number for (kind, name), number in program.storages.items() if kind == "buffer"}
+    read = {i.name for i, node in zip(program.inputs, program.placeholders, strict=True) if node.users}
+    in_place = {o.name for o in program.outputs if o.kind == "buffer"} - program.state.assigned
+    for name, other in itertools.product(sorted(program.state.assigned & read), sorted(in_place)):
+        if numbers.get(name, -1) == numbers.get(other):
+            raise CaptureError(
+                f"a call of the model sets {name!r} to memory of {other!r}, to which it writes in place: the next call "
+                f"would not see that in {name!r}; set it to a copy ({other}.clone())"
+            )
+
+
 def _require_apart(model: nn.Module, program: Program) -> None:
     """Tensors that a call writes in place must share their memory with no others: a graph keeps each by itself."""
     by_storage: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -240,11 +254,16 @@ def _require_apart(model: nn.Module, program: Program) -> None:
         # Of what is a DTensor no other tensor has a view.
         if not tensor.is_meta and not hasattr(tensor, "placements"):
             by_storage[storage_id(tensor)][name] = tensor
+    written = {o.name for o in program.outputs if o.kind in ("buffer", "parameter")}
+    # What a call replaces has other memory at the next one.
+    replaced = {name_of(w.module, w.path) for w in program.state.writes}
+    for name, tensor in tensors_within(model).items() if written else ():
+        if storage_id(tensor) in by_storage and not any(name.startswith(r) for r in replaced):
+            by_storage[storage_id(tensor)].setdefault(name, tensor)
     read = {i.name for i, node in zip(program.inputs, program.placeholders, strict=True) if node.users}
     for name, tensor in state_tensors(model).items():
         if name in read and (of := vars(tensor).get(VIEW_OF)):
             raise refused_view(repr(name), of)
-    written = {o.name for o in program.outputs if o.kind in ("buffer", "parameter")}
     for group in by_storage.values():
         for name, other in itertools.product(written & group.keys(), group):
             (first, last), (start, end) = extent(group[name]), extent(group[other])
@@ -341,6 +360,9 @@ def _check_gradients(
     """Parameters without a gradient must have none in the plain model either."""
     if not program.training:
         return program
+    # What a backward pass inside the traced one gives a parameter stays with it: also one that gets more in the graph.
+    if left := [n for n, p in harness.model.named_parameters() if p.is_leaf and p.grad is not None]:
+        raise _lost(left)
     values = dict(zip(program.outputs, program.output_values, strict=True))
     trainable = {n for n, p in harness.model.named_parameters() if p.requires_grad}
     have = {o.name for o, v in values.items() if o.kind == "gradient" and v is not None}
@@ -366,9 +388,14 @@ def _check_gradients(
             raise explained(e) from e
     lost = [n for n, p in harness.model.named_parameters() if n in missing and p.grad is not None]
     if lost:
-        raise CaptureError(
-            f"parameter {lost[0]!r} ({len(lost)} in all) gets a gradient in the plain model but not in the captured "
-            "graph; an autograd function that runs a backward pass of its own does that: torch.utils.checkpoint is "
-            "understood, other checkpointing is not"
-        )
+        raise _lost(lost)
     return replace(program, unused=tuple(missing))
+
+
+def _lost(parameters: Sequence[str]) -> CaptureError:
+    return CaptureError(
+        f"parameter {parameters[0]!r} ({len(parameters)} in all) gets a gradient in the plain model that it does not "
+        "get in the captured graph; an autograd function that runs a backward pass of its own does that, as reversible "
+        "layers and checkpointing by hand have it: torch.utils.checkpoint is understood; call the blocks by it, and "
+        "turn such functions off (reversible=False)"
+    )

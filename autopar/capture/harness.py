@@ -302,7 +302,9 @@ class Harness(nn.Module):
         if self.record is None:
             return found.tensors
         named: dict[tuple[str, str], torch.Tensor] = {("parameter", n): p for n, p in self.model.named_parameters()}
-        named |= {("buffer", n): b for n, b in self.model.named_buffers()}
+        # Also one that the call has set to another buffer.
+        buffers = self.model.named_buffers(remove_duplicate=False)
+        named |= {("buffer", n): b for n, b in buffers if n not in self.aliases}
         named |= {("batch", str(i)): t for i, t in enumerate(given)}
         self.seen.state_memory = {key: storage_id(t) for key, t in named.items()}
         kept = [self.copied.get(i, t) for i, t in enumerate(found.tensors)]

@@ -388,7 +388,8 @@ class Session:
             inventory.memo |= {"facts": facts, "of a key": parameters}
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
-        required = inventory.memo["of a key"], request.differentiable
+        # A graph has a tensor under one name: names that stand for one no more need another graph.
+        required = inventory.memo["of a key"], self.slots.shared(), request.differentiable
         return request.shapes, repr(request.skeleton), layouts, modes, torch.is_grad_enabled(), *required, autocast
 
     def placements(self) -> dict[str, Placements]:

@@ -81,7 +81,8 @@ def cuts_of(shape: Sequence[int], placements: Sequence[TorchPlacement]) -> tuple
     found = []
     for dim, size in enumerate(shape):
         strided = {int(p.split_factor) for p in placements if isinstance(p, StridedShard) and int(p.dim) == dim}
-        ends = sorted({1, size, *strided})
+        # A dim of no elements has no factors but itself.
+        ends = sorted({1, size, *strided}) if size else [1]
         sizes = tuple(b // a for a, b in itertools.pairwise(ends) if b % a == 0)
         found.append(sizes if math.prod(sizes) == size else (size,))
     return tuple(found)

@@ -194,7 +194,7 @@ def _call(
     parameters = dict(model.named_parameters())
     for p in parameters.values():
         p.grad = None
-    tensors_before = _tensor_state(model)
+    tensors_before = _tensor_state(model, harness.aliases)
     values_before = {k: t.detach().clone() for k, t in tensors_before.items()}
     python_before = state_of(model)
     results = harness(*inputs)
@@ -208,8 +208,8 @@ def _call(
     values = {("result", str(i)): r.detach().clone() for i, r in numbered}
     values.update({("gradient", n): p.grad.clone() for n, p in parameters.items() if p.grad is not None})
     values.update({("input_gradient", str(i)): t.grad for i, t in enumerate(inputs) if t.grad is not None})
-    registered = {("buffer", n) for n, _ in model.named_buffers()}
-    for key, tensor in _tensor_state(model).items():
+    registered = {("buffer", n) for n, _ in model.named_buffers(remove_duplicate=False)}
+    for key, tensor in _tensor_state(model, harness.aliases).items():
         if key[0] == "buffer" and key not in registered and tensors_before.get(key) is not tensor:
             continue  # an attribute that gets a new tensor: it is among what is written
         if key not in values_before or not is_same(frozen(values_before[key]), frozen(tensor)):
@@ -239,10 +239,12 @@ def _backward(
         torch.autograd.backward([r for _, r in differentiable], incoming)
 
 
-def _tensor_state(model: nn.Module) -> dict[Key, torch.Tensor]:
-    """Parameters, buffers and other tensors that modules hold."""
+def _tensor_state(model: nn.Module, aliases: Mapping[str, str]) -> dict[Key, torch.Tensor]:
+    """Parameters, buffers and other tensors that modules hold; ``aliases``: further names of one, to the first."""
     state: dict[Key, torch.Tensor] = {("parameter", n): p for n, p in model.named_parameters()}
-    state.update({("buffer", n): b for n, b in state_tensors(model).items()})
+    found = state_tensors(model)
+    # A graph has a buffer of a shared module once, until the names stand for two.
+    state.update({("buffer", n): b for n, b in found.items() if n not in aliases or found.get(aliases[n]) is not b})
     return state
 
 

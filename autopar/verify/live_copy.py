@@ -43,7 +43,7 @@ class LiveCopy:
         state, known = self._state, state_of(self._model)
         self._state = self._later
         slots = Slots(self._model)
-        before = slots.signature(state.constants)
+        before, shared = slots.signature(state.constants), slots.shared()
         with torch.no_grad():
             self._copy_tensors(found)
             count = sum(kind == "result" for kind, _ in found)
@@ -51,7 +51,7 @@ class LiveCopy:
         after = state_of(self._model)
         written = {n: v for n, v in after.items() if n not in known or not is_same(known[n], v)}
         # As the session decides: with other Python state, the next call may need a graph of its own.
-        changed = differences(before, slots.signature(state.constants), state.counted)
+        changed = differences(before, slots.signature(state.constants), state.counted) or slots.shared() != shared
         return written, self._model if changed else None
 
     def _copy_tensors(self, found: Mapping[Key, torch.Tensor]) -> None:

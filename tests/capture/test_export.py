@@ -314,6 +314,16 @@ def test_other_checkpointing_is_an_error() -> None:
     with pytest.raises(CaptureError, match=r"torch.utils.checkpoint is understood"):
         capture(Own(True), (torch.randn(8, 8),))
 
+    class Beside(Checkpointed):
+        """Parameters get a part of their gradients in the graph: the rest may not be lost in silence."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.linear.bias.sum()
+            return (OwnCheckpoint.apply(self.first, x).sin() + self.first(x)).sum()
+
+    with pytest.raises(CaptureError, match=r"parameter 'first.*reversible=False"):
+        capture(Beside(True), (torch.randn(8, 8),))
+
 
 def test_control_flow_on_data_names_the_line() -> None:
     class Branching(Scalarless):

@@ -165,3 +165,20 @@ def test_containers_of_other_kinds_are_asked_for_what_they_hold() -> None:
     held = Holdings([(plain, ())])
     plain.new = 1
     assert not held.hold(lambda _: ())
+
+
+class Irrep(tuple[int, ...]):
+    """A tuple that has no length of its own, as those of e3nn."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_tuple_without_a_length() -> None:
+    net = Net()
+    net.order = Irrep((1, 2))
+    slots = Slots(net)
+    before = slots.signature()
+    assert not differences(before, slots.signature())
+    net.order = Irrep((1, 3))
+    assert differences(before, slots.signature())

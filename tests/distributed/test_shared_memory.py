@@ -44,10 +44,22 @@ def _shared_data(m: Any) -> None:
     m.g.weight.data = m.f.weight.data
 
 
+def _one_buffer(m: Any) -> None:
+    m.f.register_buffer("scale", torch.ones(8, 8, dtype=torch.float64))
+    m.g.register_buffer("scale", m.f.scale)
+
+
+def _sets_one(m: Any) -> Tensor:
+    """The layers have one buffer until this has been called."""
+    m.f.scale = 2 * m.f.scale
+    return m.f.scale * m.f.weight + m.g.scale
+
+
 EQUAL: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
     "attribute": (_set("other", lambda m: m.f.weight), lambda m: m.other),
     "dict of lists": (_set("other", lambda m: {"all": [m.f.weight]}), lambda m: m.other["all"][0]),
     "module in a list": (_set("other", _in_a_module), lambda m: m.other[0](m.f.bias[None] + m.g.weight)),
+    "a buffer of two until one gets another": (_one_buffer, _sets_one),
     "view that is not read": (_set("other", lambda m: m.f.weight.data), lambda m: m.f.weight),
 }
 REFUSED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor], str]] = {

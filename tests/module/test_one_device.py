@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,52 @@ def test_a_parallel_model_in_another_one() -> None:
 
     with pytest.raises(AutoparError, match="in the forward of another one that is captured"):
         parallelize(Outer(), None)(torch.ones(4, 3, dtype=torch.float64))
+
+
+class Scaled(nn.Module):
+    """Scales by a buffer, which it sets anew at each call if asked to."""
+
+    def __init__(self, *, running: bool) -> None:
+        super().__init__()
+        self.running = running
+        self.register_buffer("scale", torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.running:
+            self.scale = 0.5 * self.scale + x.detach().mean(0)
+        return x * self.scale
+
+
+class SameBuffer(nn.Module):
+    """Two layers with one buffer, and a parameter of no elements."""
+
+    def __init__(self, *, running: bool) -> None:
+        super().__init__()
+        self.linear, self.one, self.two = nn.Linear(4, 4), Scaled(running=running), Scaled(running=running)
+        self.two.scale = self.one.scale
+        self.extra = nn.Parameter(torch.randn(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(torch.cat([self.extra, self.linear(x)]))).square().mean()
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_buffer_that_two_modules_have_until_one_gets_another(running: bool) -> None:
+    plain = SameBuffer(running=running)
+    model, x = parallelize(copy.deepcopy(plain), None), torch.randn(4, 4)
+    for call in range(4):
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=0)
+        if call == 1 and not running:
+            for own in (model, plain):
+                own.two.scale = 2 * own.two.scale
+    assert torch.equal(model.two.scale, plain.two.scale) and not torch.equal(model.one.scale, model.two.scale)
+
+
+def test_parameters_of_no_elements_in_training_and_evaluation() -> None:
+    plain = SameBuffer(running=False)
+    model, x = parallelize(copy.deepcopy(plain), None), torch.randn(4, 4)
+    for own in (model, plain):
+        own(x).backward()
+        torch.optim.SGD(own.parameters(), lr=0.1).step()
+        own.eval()
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=0)

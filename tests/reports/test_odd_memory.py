@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -112,6 +113,49 @@ def test_refused(name: str) -> None:
     function, text = REFUSED[name]
     with pytest.raises(CaptureError, match=text):
         parallelize(Model(function), None)(x())
+
+
+def test_a_view_in_a_list_of_what_is_written() -> None:
+    model = Model(lambda m, x: m.other.mul_(m.views[0].sum()))
+    model.views = [model.other[:1]]
+    with pytest.raises(CaptureError, match=r"'other' and 'views\[0\]' share their memory"):
+        parallelize(model, None)(x())
+    model.views = [model.other]
+    plain, parallel = copy.deepcopy(model), parallelize(model, None)
+    for _ in range(2):
+        plain(x()), parallel(x())
+    assert torch.equal(plain.other, model.other)
+
+
+def sets_to_another(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.whole.add_(1)
+    y: torch.Tensor = m.f(x) * m.other.sum()
+    m.other = m.whole if m.as_it_is else m.whole.detach()
+    return y
+
+
+@pytest.mark.parametrize("as_it_is", [True, False])
+def test_a_buffer_that_gets_the_memory_of_another(as_it_is: bool) -> None:
+    """The next call writes to the one, and reads it in the other."""
+    model = Model(sets_to_another)
+    del model.part
+    model.other, model.as_it_is = torch.ones_like(model.whole), as_it_is
+    with pytest.raises(CaptureError, match=r"sets 'other' to memory of 'whole', to which it writes in place"):
+        parallelize(model, None)(x())
+
+
+def sets_first(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.other = m.whole
+    m.whole.add_(1)
+    y: torch.Tensor = m.f(x) * m.other.sum()
+    return y
+
+
+def test_a_buffer_that_is_set_to_another_before_it_is_read() -> None:
+    model = Model(sets_first)
+    del model.part
+    model.other = torch.ones_like(model.whole)
+    assert verify(model, (x(),), {"a": 2}, plan="random").max_error < 1e-10
 
 
 def test_sparse_buffers_are_refused() -> None:

@@ -202,3 +202,43 @@ def test_an_operator_without_float64() -> None:
 
     with pytest.raises(VerifyError, match=r"fake_quantize.*test_verify.py:\d+.* has no kernel for float64"):
         autopar.verify(Quantized(), (torch.ones(4, 4),), {"data": 2}, plan="random", seed=0)
+
+
+class Running(nn.Module):
+    """Keeps a running mean in a new tensor, or in place."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("mean", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the shape of ``x``."""
+        new = 0.5 * self.mean + x.detach().mean(0)
+        if self.in_place:
+            self.mean.data.copy_(new)
+        else:
+            self.mean = new
+        return x * self.mean
+
+
+class Twice(nn.Module):
+    """Two layers that share a module, or have the same buffer until one of them sets it anew."""
+
+    def __init__(self, *, module: bool) -> None:
+        super().__init__()
+        self.linear, self.one, self.two = nn.Linear(4, 4), Running(in_place=module), Running(in_place=module)
+        if module:
+            self.two = self.one
+        else:
+            self.two.mean = self.one.mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A scalar."""
+        return self.two(self.one(self.linear(x))).square().mean()
+
+
+@pytest.mark.parametrize("module", [True, False])
+def test_a_buffer_that_two_modules_have(module: bool) -> None:
+    report = autopar.verify(Twice(module=module), (torch.randn(4, 4),), {"a": 2, "b": 2}, plan="random")
+    assert report.reference == "eager" and report.max_error < 1e-10

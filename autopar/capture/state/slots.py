@@ -95,6 +95,17 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def tensors_within(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that have memory in lists, dicts and objects among the attributes, by where they are."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for name, value in own_attributes(module).items():
+            for at, part, _ in walk(value, (("attr", name),), set()):
+                if type(part) is torch.Tensor and len(at) > 1 and part.layout is torch.strided and not part.is_meta:
+                    found[name_of(path, at)] = part
+    return found
+
+
 def where_kept(model: nn.Module, tensor: torch.Tensor) -> str:
     """Where among its attributes, and in lists, dicts and objects in these, a model has a tensor; empty: nowhere."""
     for path, module in model.named_modules():
@@ -248,6 +259,16 @@ class Slots:
         if "state tensors" not in memo:
             memo["state tensors"] = state_tensors(self._model)
         return dict(memo["state tensors"])
+
+    def shared(self) -> tuple[tuple[str, str], ...]:
+        """Names of `state_tensors` that stand for the tensor of another name, each with that one, the first."""
+        memo = self.inventory(compare=False).memo
+        if "shared" not in memo:
+            first: dict[int, str] = {}
+            names = [(n, first.setdefault(id(t), n)) for n, t in self.state_tensors().items()]
+            memo["shared"] = tuple((n, of) for n, of in names if n != of)
+        found: tuple[tuple[str, str], ...] = memo["shared"]
+        return found
 
     def signature(self, constants: bool = False, compare: bool = True) -> Signature:
         """The state of every module now; entries that have not changed are the same objects, as are whole signatures.

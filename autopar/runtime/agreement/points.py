@@ -51,15 +51,15 @@ def described(key: tuple[Any, ...]) -> Details:
     """What must be the same on every rank of a call, in words.
 
     Args:
-        key: of its specialization: shapes, structure, layouts, modes, grad mode, parameters, batch tensors that
-            require a gradient, autocast.
+        key: of its specialization: shapes, structure, layouts, modes, grad mode, parameters, names of shared tensors,
+            batch tensors that require a gradient, autocast.
     """
-    given, skeleton, layouts, modes, grad, parameters, differentiable, autocast = key
+    given, skeleton, layouts, modes, grad, parameters, shared, differentiable, autocast = key
     shapes = ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in given)
     on = sum(training for _, training in modes)
     mode = "train" if on == len(modes) else "eval" if not on else f"{on} of {len(modes)} modules in train"
     trainable = [requires_grad for _, requires_grad, *_ in parameters]
-    model = [(name, *rest) for name, _, *rest in parameters], [kind.__qualname__ for kind, _ in modes]
+    model = [(name, *rest) for name, _, *rest in parameters], [kind.__qualname__ for kind, _ in modes], shared
     of_batch = f", batch tensors {sorted(differentiable)}" if differentiable else ""
     # A model has thousands of names: a message shows the count, and a digest tells whether the names are the same.
     return (

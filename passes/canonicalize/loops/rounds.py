@@ -259,9 +259,10 @@ def sum_of(rounds: Rounds, users: set[fx.Node]) -> fx.Node | None:
 
 
 def _is_addition(node: fx.Node) -> bool:
-    shapes = {a.meta["val"].shape for a in node.all_input_nodes}
-    whole = node.target is aten.add.Tensor and not node.kwargs and len(tensor_arguments(node)) == 2
-    return whole and shapes == {node.meta["val"].shape}
+    # First what it is: what others read may be several tensors.
+    if node.target is not aten.add.Tensor or node.kwargs or len(tensor_arguments(node)) != 2:
+        return False
+    return {a.meta["val"].shape for a in node.all_input_nodes} == {node.meta["val"].shape}
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:

@@ -312,3 +312,21 @@ def test_without_a_backward_pass() -> None:
     with torch.no_grad():
         assert products(Masked().double())[aten.bmm.default] == 2
         assert verify(Masked().double(), batch(), AXES, plan="random").max_error < 1e-12
+
+
+class Memories(nn.Module):
+    """Keys and values that are learned, as rows of one parameter, beside operators that return several tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.memories = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Parameter(torch.randn(2, 3, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split(HIDDEN, -1)
+        k, v = (torch.cat([m.expand(len(x), -1, -1), t], 1) for m, t in zip(self.memories, (k, v), strict=True))
+        var, mean = torch.var_mean(q, -1, keepdim=True)
+        return (((q - mean) / (var + 1)) @ k.mT).softmax(-1).matmul(v).square().mean()
+
+
+def test_operators_of_several_results_beside_rows_of_a_parameter() -> None:
+    assert verify(Memories().double(), (torch.randn(4, 4, HIDDEN).double(),), AXES, plan="random").max_error < 1e-12
