@@ -66,20 +66,22 @@ class MemoryFloor:
         Args:
             count: of microbatches.
             room: bytes.
-            deadline: by the clock, after which nothing is begun.
+            deadline: by the clock, at which searches end.
         """
         first = [self.first] if self.first > 1 and count % self.first == 0 else []
         for base in [*sorted(self._dividing(count), reverse=True)[:1], *first, count]:
             tried = base, room * count / base
-            if tried in self.tried:
-                continue
-            self.tried.add(tried)
             if base not in self.known:
                 self.known[base] = self._frontiers(base, deadline)
-            for frontier in self.known[base]:
-                with suppress(InfeasibleError):  # the bound says so
-                    frontier.around(min(tried[1], _most(frontier)), PRICES)
-            return True
+                for frontier in self.known[base]:
+                    frontier.free()
+                return True
+            if tried not in self.tried:
+                self.tried.add(tried)
+                for frontier in self.known[base]:
+                    with suppress(InfeasibleError):  # the bound says so
+                        frontier.around(min(tried[1], _most(frontier)), PRICES)
+                return True
         return False
 
     def _dividing(self, count: int) -> list[int]:

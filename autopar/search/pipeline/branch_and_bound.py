@@ -13,7 +13,8 @@ bound that holds for all of it; a step expands one of them, and may leave severa
 
 A subproblem with more seconds than the best plan takes is left open. To have no stages at all is a subproblem, too.
 Before anything is planned, the order is by estimates: of kernels, of how much longer plans nearby took, and of what
-plans need (`autopar.search.microbatch.needed_bytes`).
+plans need (`autopar.search.microbatch.needed_bytes`). At the end the bounds of what is open are raised
+(`autopar.search.microbatch.memory_floor`).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_no_pipeline_that_fits_is_faster(schedule: str) -> None:
             plan = solve(program(), axes, CLUSTER, memory=memory, search=Search(pins=pins))
             assert 0 < floor.bound(4, room) / 2 <= plan.predicted.step_seconds
     tight = 0.05 * memory * room_for_saved(shape, 4)
-    assert floor.improve(4, tight, LATE)
+    assert floor.improve(4, tight, LATE)  # by prices alone: the problem is known
     assert floor.bound(4, tight) > floor.bound(4, math.inf)
 
 
@@ -84,12 +84,15 @@ def test_fewer_microbatches_bound_more() -> None:
     floor = floor_of(None, 2)
     assert floor.bound(4, math.inf) == 0.0
     assert floor.improve(4, 100 * KIB, LATE)
+    in_any_memory = floor.bound(4, 100 * KIB)
+    assert floor.improve(4, 100 * KIB, LATE)
     assert list(floor.known) == [2]
     by_two = floor.bound(4, 100 * KIB)
-    assert by_two == floor.bound(2, 200 * KIB) > 0.0 == floor.bound(1, 200 * KIB)
+    assert by_two == floor.bound(2, 200 * KIB) > in_any_memory > 0.0 == floor.bound(1, 200 * KIB)
     assert floor.improve(4, 100 * KIB, LATE)
     assert list(floor.known) == [2, 4]
     assert floor.bound(4, 100 * KIB) >= by_two
+    assert floor.improve(4, 100 * KIB, LATE)
     assert not floor.improve(4, 100 * KIB, LATE)
 
 
