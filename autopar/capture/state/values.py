@@ -67,9 +67,8 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
         inner = [(("item", k), v) for k, v in list(value.items())]
         return inner + attributes_of(value) if type(value) is not dict else inner
     if isinstance(value, list | tuple | deque | KeysView | ValuesView | ItemsView):
-        # As the builtin class has them: a class of its own may have no length, or other items.
-        base: Any = next((b for b in (list, tuple, deque) if isinstance(value, b)), type(value))
-        inner = [(("item", i), v) for i, v in enumerate(list(base.__iter__(value)))]
+        # A tuple one by one, since `list` asks for the length, which a class of its own may not have.
+        inner = [(("item", i), v) for i, v in enumerate(value if isinstance(value, tuple) else list(value))]
         return inner if type(value) in (list, tuple) else inner + attributes_of(value)
     if isinstance(value, set | frozenset | weakref.WeakSet):
         # Sorted by text: the order of a set differs from process to process.
