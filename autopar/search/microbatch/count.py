@@ -107,8 +107,11 @@ def best_count(program: Program, job: Job) -> Plan:
                 break
             best = found
         count *= 2
+    if best is None and pruned:
+        raise PrunedError(min(pruned))
     if best is None:
-        raise PrunedError(min(pruned)) if pruned else error  # type: ignore[misc]
+        assert error is not None
+        raise error
     numbers = f"{', '.join(map(str, tried))} microbatches; " if len(tried) > 1 else ""
     space = f"{numbers}{best.certificate.space}"
     return replace(best, certificate=joint_certificate(best.certificate, certificates, pruned, space))

@@ -1,4 +1,4 @@
-"""`MemoryFloor`: seconds that no plan falls below which fits, by the number of microbatches, without making a plan.
+"""`MemoryFloor`: a lower bound on the step of plans that fit, by the number of microbatches, without making a plan.
 
 Under a price of memory the least of ``seconds + price * bytes`` bounds the seconds of all plans of so many bytes
 (`autopar.search.budget.pareto`). More microbatches are no faster, and save a share each of what fewer do: what is known
@@ -45,7 +45,7 @@ class MemoryFloor:
     tried: set[tuple[int, float]] = field(default_factory=set)
 
     def bound(self, count: int, room: float, to_check: float | None = None) -> float:
-        """Seconds of a step below which no plan falls that fits, or 0.
+        """A lower bound on the step of plans that fit, in seconds; 0: nothing is known.
 
         Args:
             count: of microbatches.

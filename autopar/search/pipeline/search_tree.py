@@ -301,7 +301,7 @@ class SearchTree:
         return least
 
     def weakest(self, node: Subproblem) -> tuple[MeshKey | None, int, float] | None:
-        """The mesh, microbatches and bytes for what one of them saves for which a bound is low; None: not known."""
+        """Whose bound to raise: mesh, microbatches, and bytes for what one of them saves; None: there is no way to."""
         if node.of is not None:
             mesh, room = node.of[0], node.room
             return (*node.of, room) if len(mesh[0]) <= EXACT_AXES + 1 else None
