@@ -97,14 +97,15 @@ def _plain(program: Program, dims: Dims, job: Job, classes: LayerClasses, others
         PrunedError: no plan is much faster than the one to beat, which need not be so of the others.
     """
     try:
-        found = search_once(BudgetProblem.of(program, dims, classes, job))
+        problem = BudgetProblem.of(program, dims, classes, job)
+        found = search_once(problem)
     except PrunedError as e:
         bound = e.bound if others is None else min(e.bound, others.bound)
         raise PrunedError(bound, in_any_memory=e.in_any_memory and others is None) from e
     if others is not None and others.bound < found.bound:
         known = replace(found.plan.certificate, lower_bound=others.bound)
         found = replace(found, plan=replace(found.plan, certificate=known), claims=[others], fixed=0.0)
-    plan = predict(program, dims, found.plan, classes)
+    plan = problem.with_peak(predict(program, dims, found.plan, classes))
     return replace(plan, certificate=found.checked(job, as_predicted(plan, found)))
 
 

@@ -300,7 +300,7 @@ class Rounds:
             plan = search_once(problem).plan
         except InfeasibleError:
             return
-        ahead, enough = problem.measured(replace(plan, overlap=True))
+        ahead, enough = problem.within(replace(plan, overlap=True))
         plan = self._predicted(ahead if enough else plan)
         self.plans.append(plan)
         if plan.certificate.binds or self.built is None or not self._look_at(problem):
@@ -348,7 +348,8 @@ class Rounds:
             self.job.progress(f"simulating {len(few)} plans", best.predicted.step_seconds, proof.bound)
             best = min(few, key=lambda plan: simulated_seconds(self.program, plan, self.classes))
         # The best plan may be one that was found as if nothing was hidden.
-        return replace(best, certificate=proof.checked(self.job, as_predicted(best, proof)))
+        certificate = proof.checked(self.job, as_predicted(best, proof))
+        return self._problem(None).with_peak(replace(best, certificate=certificate))
 
     def _problem(self, weights: Weights | None) -> BudgetProblem:
         return BudgetProblem.of(self.program, self.dims, self.classes, self.job, weights)
@@ -390,7 +391,7 @@ class Rounds:
             built, labels = better
             known, mix = self.proof, LayerMix.of(locate(built.problem, labels))
             plan = problem.plan(built, mix, known.bound, known.plan.certificate.method)
-            plan, enough = problem.measured(replace(plan, overlap=True))
+            plan, enough = problem.within(replace(plan, overlap=True))
             self.plans += [self._predicted(plan)] * enough
         return bool(problem.met) and self.built is not None and self.built.features is not None
 

@@ -16,7 +16,7 @@ from typing import Any
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Certificate, Plan
-from autopar.ir.program import Program
+from autopar.ir.program import SHORT, Program
 from autopar.search.budget.lagrangian import fits
 from autopar.search.budget.pareto import Frontier
 from autopar.search.emitted.peak import least_state, optimizer_bytes, peak_of, saved_for_backward, state_bytes
@@ -33,10 +33,15 @@ from autopar.search.solver.duals import require_cost
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Ints
+from autopar.sharding.assignment import all_moves, assign
+from autopar.sharding.candidates import split_parts
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.redistribute import Tables
-from autopar.sharding.redistribute.moves import Machine
+from autopar.sharding.redistribute.moves import Machine, held_parts
+
+ROOM = 2
+"""Tensors far within a budget take it this many times at least: operators and collectives have buffers besides."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,14 @@ class BudgetProblem:
         plan = plan_of(self.program, self.dims, self.classes, built, mix, certificate, self.job, self.tables)
         return replace(plan, overlap=self.weights is not None)
 
+    def within(self, plan: Plan) -> tuple[Plan, bool]:
+        """The plan, and whether its peak is within the budget: measured, unless it clearly is."""
+        return (plan, True) if self.has_room(plan) else self.measured(plan)
+
+    def with_peak(self, plan: Plan) -> Plan:
+        """A plan that fits, with its peak where there is a budget."""
+        return plan if plan.predicted.peak_bytes else self.measured(plan)[0]
+
     def measured(self, plan: Plan) -> tuple[Plan, bool]:
         """The plan with its peak, and whether that is within the budget."""
         if self.job.memory is None:
@@ -174,13 +187,36 @@ class BudgetProblem:
             return {"parameters": sum(self.state.values()), "activations": saved}
         return peak_of(self.program, plan, self.classes)
 
+    def has_room(self, plan: Plan) -> bool:
+        """Whether all that a step makes under a plan is far within the budget at once, though most is freed early.
+
+        Then its graph need not be rewritten and measured to know that it fits, which takes 0.7 s for a GPT-2.
+        """
+        memory = self.job.memory
+        if memory is None or not (self.whole and self.job.all_points):
+            return memory is None
+        return ROOM * self.all_bytes(plan) < memory
+
+    def all_bytes(self, plan: Plan) -> float:
+        """Of all that a device makes in a step under a plan: states, gradients, results of operators and of moves."""
+        sizes, load, repeat = tuple(self.job.axes.values()), self.job.search.load, self.program.repeat
+        assignment = assign(self.program, self.dims, plan, self.classes)
+        moved = all_moves(self.program, self.dims, assignment, self.tables)
+        made = [*assignment.outputs.items(), *((v, move.target) for v, moves in moved.items() for move, _, _ in moves)]
+        types = [(self.dims.types.get(value), layout) for value, layout in made]
+        tensors = sum(t.bytes / held_parts(layout, sizes, load) for t, layout in types if t is not None)
+        states = sum(
+            size / split_parts(plan.parameters[name], sizes) for name, size in self.state_and_gradients.items()
+        )
+        return states + tensors * (repeat.blocks / SHORT if repeat else 1)
+
     @cached_property
     def ample(self) -> bool:
         """Whether all tensors of the program, whole and at once, are far within the budget: no plan is short of it."""
         repeat = self.program.repeat
         tensors = sum(t.bytes for t in self.dims.types.values() if t is not None)
         needed = sum(self.state_and_gradients.values()) + tensors * (repeat.blocks if repeat else 1)
-        return self.job.memory is not None and 2 * needed < self.job.memory
+        return self.job.memory is not None and ROOM * needed < self.job.memory
 
     @cached_property
     def impossible(self) -> bool:

@@ -48,14 +48,16 @@ def plan_within(searched: BudgetProblem) -> Plan:
     if saved is not None and not searched.whole:  # a stage has a budget only where memory is short
         return _fitting(searched, saved, 0.0)
     built, solution, plan = _without_budget(searched)
-    # Where memory is ample, the plan is measured all the same, but what else fits is of no interest.
-    if saved is not None and searched.whole and not searched.ample:
+    # Where memory is ample, what else fits is of no interest.
+    if saved is None or searched.has_room(plan):
+        return plan
+    if searched.whole and not searched.ample:
         saved.frontier.start(same_candidates(saved.built, built, solution.labels), solution.lower_bound)
         if saved.relaxed and not fits(saved.frontier.free().memory, saved.budget):
             # The relaxation does not fit, so the plan's graph cannot: it need not be measured.
             return _fitting(searched, saved, solution.lower_bound)
     plan, enough = searched.measured(plan)
-    return plan if enough or saved is None else _fitting(searched, saved, solution.lower_bound)
+    return plan if enough else _fitting(searched, saved, solution.lower_bound)
 
 
 def _without_budget(searched: BudgetProblem) -> tuple[Formulation, Solution, Plan]:
@@ -100,7 +102,7 @@ def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:
             )  # fmt: skip
         except InfeasibleError as e:
             raise failure or e from e
-        plan, enough = searched.measured(searched.plan(built, LayerMix.of(found), bound, BY_AXES))
+        plan, enough = searched.within(searched.plan(built, LayerMix.of(found), bound, BY_AXES))
         if enough:
             searched.placed.update(placements(built, found, searched.tables))
             return plan

@@ -45,6 +45,9 @@ class HandMade(BudgetProblem):
     def plan(self, built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
         return self.read(mix, bound)
 
+    def has_room(self, plan: Plan) -> bool:
+        return False
+
     def _held(self, plan: Plan) -> dict[str, float]:
         return self.held(plan)
 

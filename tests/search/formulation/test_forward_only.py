@@ -91,12 +91,13 @@ def test_no_more_counts_than_the_backward_pass_takes(
     program, dims, classes = chain
     restrictions = gathered_for_the_forward_pass(dims, classes, len(axes))
     job = Job(axes, CLUSTER, math.inf, "sgd", Search(pins={"recompute": recompute}), restrictions, overlap=False)
-    free = plan_within(BudgetProblem.of(program, dims, classes, job))
+    unlimited = BudgetProblem.of(program, dims, classes, job)
+    free = unlimited.with_peak(plan_within(unlimited))
     (value,) = (key for key in classes.members if ": forward mm" in key)
     assert set(free.consumer_layouts[f"{value} 0"]) == {Replicate()}
     peak, counted = peak_bytes(free), free.certificate.objective
     within = BudgetProblem.of(program, dims, classes, replace(job, memory=peak))
-    found = plan_within(within)
+    found = within.with_peak(plan_within(within))
     assert peak_bytes(found) <= peak
     assert found.certificate.lower_bound <= counted * (1 + 1e-9)
     assert found.certificate.objective <= counted * (1 + 1e-3)
