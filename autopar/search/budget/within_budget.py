@@ -45,7 +45,8 @@ def plan_within(searched: BudgetProblem) -> Plan:
         bound = saved.frontier.bound_at(job.cutoff.price, saved.budget)
         job.cutoff.require_less(bound)
         return _fitting(searched, saved, bound)
-    if saved is not None and not searched.whole:  # a stage has a budget only where memory is short
+    # A stage has a budget only where memory is short.
+    if saved is not None and (searched.impossible or not searched.whole):
         return _fitting(searched, saved, 0.0)
     built, solution, plan = _without_budget(searched)
     # Where memory is ample, what else fits is of no interest.
@@ -232,6 +233,8 @@ def _at_program_points(searched: BudgetProblem, saved: MemoryConstraint) -> list
                 if constraint.frontier.bound_at(mix.price, saved.budget) <= known:
                     break
             found.insert(0, constraint)
+            if searched.impossible:  # its plan of least memory is all that is asked for
+                break
             mix = best_within(searched, constraint.built, constraint.frontier, saved.budget, first=True)
             labelings = [*mix.labelings]
     except InfeasibleError:  # raised again where this constraint is searched

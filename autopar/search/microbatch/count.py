@@ -17,6 +17,9 @@ from autopar.search.options import Job
 from autopar.search.padding import best_padded
 from autopar.search.solver.highs import requested
 
+MANY = 8
+"""Microbatches of a step that needs about the least memory: what one of them saves is little beside states."""
+
 WORTH = 0.98
 """Where twice as many microbatches need more than this share of the memory, even more will not do."""
 
@@ -56,7 +59,7 @@ def fewest_that_fit(program: Program, job: Job, most: int) -> Plan:
             needed = e.needed or job.memory  # pruned ones say no need
             least, times = e.needed or least, 1.0 if job.memory is None or needed is None else needed / job.memory
             count *= 2 ** max(1, int(math.log2(times)))
-            if count > most or time.monotonic() > deadline or not _has_room_for_state(program, job):
+            if count > most or time.monotonic() > deadline or not has_room_for_state(program, job):
                 raise
 
 
@@ -65,9 +68,22 @@ def _is_short(error: InfeasibleError) -> bool:
     return isinstance(error, PrunedError) and not error.in_any_memory
 
 
-def _has_room_for_state(program: Program, job: Job) -> bool:
+def has_room_for_state(program: Program, job: Job) -> bool:
     """Whether the parameters and their state fit, whatever the number of microbatches."""
     return job.memory is None or least_state(program, job.optimizer, job.axes) <= job.memory
+
+
+def _refuse(program: Program, job: Job) -> None:
+    """Say what a step in many microbatches needs, where the states of parameters alone do not fit: little besides them.
+
+    Raises:
+        InfeasibleError: if the batch divides so.
+    """
+    try:
+        part = microbatch_program(program, MANY, deterministic=job.deterministic)
+    except InfeasibleError:
+        return
+    best_padded(program, part, job)
 
 
 def best_count(program: Program, job: Job) -> Plan:
@@ -82,6 +98,8 @@ def best_count(program: Program, job: Job) -> Plan:
     """
     best: Plan | None = None
     error: InfeasibleError | None = None
+    if not has_room_for_state(program, job):
+        _refuse(program, job)
     certificates: list[Certificate] = []
     pruned: list[float] = []
     tried: list[int] = []
@@ -97,7 +115,7 @@ def best_count(program: Program, job: Job) -> Plan:
         except InfeasibleError as e:
             # A number of microbatches that needs hardly less than the one before is the last: more will not fit either.
             less = e.needed is not None and (error is None or e.needed < WORTH * (error.needed or 0.0))
-            if best is not None or not (less and _has_room_for_state(program, job)):
+            if best is not None or not less:
                 error = error or e
                 break
             error = e

@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.search.budget.cutoff import NO_CUTOFF
-from autopar.search.microbatch.count import best_count, fewest_that_fit, plan_of_count
+from autopar.search.microbatch.count import best_count, fewest_that_fit, has_room_for_state, plan_of_count
 from autopar.search.microbatch.split import hint_of_loss
 from autopar.search.options import OFFLOAD, Job
 
@@ -29,8 +29,10 @@ def best_flat(program: Program, job: Job) -> Plan:
     try:
         return _in_microbatches(program, job)
     except InfeasibleError as e:
-        # Without a number of bytes the error is not about memory, and offloading cannot help.
-        if not (search.offload_at_last and job.cluster.device.host_bandwidth and e.needed):
+        # Without a number of bytes the error is not about memory, and offloading cannot help; all states are on the
+        # devices when the optimizer steps.
+        may_help = e.needed and has_room_for_state(program, job)
+        if not (search.offload_at_last and job.cluster.device.host_bandwidth and may_help):
             raise
     return _in_microbatches(program, replace(job, search=replace(search, pins={**search.pins, OFFLOAD: "search"})))
 

@@ -128,7 +128,7 @@ def test_a_first_plan_is_of_the_fewest_microbatches_that_fit(monkeypatch: pytest
     assert microbatch_count.fewest_that_fit(tiny()[0], job, 8).certificate.objective == 4.0
     assert tried == [1, 2, 4]
     tried.clear()
-    monkeypatch.setattr(microbatch_count, "_has_room_for_state", lambda *_: True)
+    monkeypatch.setattr(microbatch_count, "has_room_for_state", lambda *_: True)
     assert microbatch_count.fewest_that_fit(tiny()[0], replace(job, memory=90), 8).certificate.objective == 4.0
     assert tried == [1, 4]  # the first needs more than four times the memory
     fits = 100
