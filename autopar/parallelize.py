@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
+from autopar.capture.export import UNLESS_LATER
 from autopar.capture.swap import refuse_opaque
 from autopar.costs.arguments import FLAG, FUNCTION, PATH, a, number, optional, require
 from autopar.costs.calibrate.allocator import keep_freed_memory
@@ -236,7 +237,7 @@ def _check_arguments(model: nn.Module, batch: Batch | None, inputs: str, outputs
     if isinstance(model, ParallelModule):
         raise ValueError("the model is parallelized already; pass the original to parallelize")
     if not any(True for _ in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to parallelize{UNLESS_LATER}")
     if inputs not in ("global", "local"):
         raise ValueError(f'inputs={inputs!r}: expected "global" (ranks pass the whole batch) or "local" (their part)')
     if outputs not in ("sharded", "whole"):

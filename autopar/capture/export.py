@@ -88,7 +88,7 @@ def capture(
     if loss is not None and loss_fn is not None:
         raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
     if not any(True for _ in model.parameters()):
-        raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
+        raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize{UNLESS_LATER}")
     refuse_hooks_of_all_modules()
     tensors, arguments = binding.flatten(model, batch)
     refuse_opaque(model)
@@ -109,6 +109,9 @@ def capture(
         program: Program = floats.watched(arguments.numbers, partial(_with_fewest_constants, attempt))
     return program
 
+
+UNLESS_LATER = "; if its first call makes some, call it once before"
+"""What a model without parameters may lack."""
 
 LONGEST_WAIT = 1800.0
 """Seconds that a capture waits for the one of another thread."""

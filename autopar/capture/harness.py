@@ -225,8 +225,9 @@ class Harness(nn.Module):
                 table.update({**before, **added})
                 name = f"{path}.{changed[0]}".lstrip(".")
                 raise CaptureError(
-                    f"a call of the model replaces or deletes {name!r}, which a graph cannot do again; do that "
-                    "outside of the model, or choose by a number or a flag that is an attribute"
+                    f"a call of the model replaces or deletes {name!r}, which a graph cannot do again; call "
+                    "the model once before parallelize() if only its first call does that, else do it outside of the "
+                    "model, or choose by a number or a flag that is an attribute"
                 )
 
     @contextlib.contextmanager

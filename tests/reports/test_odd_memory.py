@@ -115,6 +115,21 @@ def test_refused(name: str) -> None:
         parallelize(Model(function), None)(x())
 
 
+def test_what_the_first_call_replaces_is_done_before() -> None:
+    """As the error says."""
+
+    def once(m: Any, _: Any) -> None:
+        if not getattr(m, "done", False):
+            m.f, m.done = m.g, True
+
+    with pytest.raises(CaptureError, match=r"'f'.* call the model once before"):
+        parallelize(Model(once), None)(x())
+    model = Model(once)
+    model(x())
+    expected = model(x())
+    assert torch.equal(parallelize(model, None)(x()), expected)
+
+
 def test_a_view_in_a_list_of_what_is_written() -> None:
     model = Model(lambda m, x: m.other.mul_(m.views[0].sum()))
     model.views = [model.other[:1]]

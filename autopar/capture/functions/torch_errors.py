@@ -45,7 +45,8 @@ _REASONS = (
     ),
     (
         "Cannot assign non-leaf Tensor to parameter",
-        "it registers a parameter, or puts one in the place of another; do that outside of the model",
+        "it registers a parameter, or puts one in the place of another; call the model once before parallelize() if "
+        "only its first call does that, else do it outside of the model",
     ),
     (
         "registered for HigherOrderOperator",
