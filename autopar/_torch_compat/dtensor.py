@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from autopar._torch_compat.operators import tensors_in, written_by
+from autopar._torch_compat.dtensor_handlers import (
+    count_dims_from_front,
+    counted_from_front,
+    is_loss,
+    keep_scalars,
+    moves_a_view,
+    without_empty,
+)
+from autopar._torch_compat.operators import map_tensors, tensors_in, written_by
 
 
 def local_shape_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[int, ...]:
@@ -235,10 +243,10 @@ _WRONG = frozenset(
 _HANDLED_WRONG = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 """Operators that torch handles as if no channels of the weight were split."""
 
-
 _PARTS = (
     "_allow_implicit_replication", "_custom_op_handlers", "_dispatch_fast_path_python_tail",
-    "_dispatch_get_local_results_slow_path", "_propagate_op_sharding_dispatch_slow_path", "_random_ops", "wrap",
+    "_dispatch_get_local_results_slow_path", "_propagate_op_sharding_dispatch_slow_path", "_random_ops",
+    "redistribute_local_args", "wrap",
 )  # fmt: skip
 """What `run_beyond_dtensor` takes of torch's dispatcher."""
 
@@ -274,12 +282,14 @@ def run_beyond_dtensor(
             compare(op, read, info.compute_mesh)
         # Random ones that torch takes for pointwise, such as exponential_: each rank would draw its own part.
         draws = torch.Tag.nondeterministic_seeded in op.tags
-        if draws or op.overloadpacket.__name__ in _WRONG or _is_loss(op):
+        if draws or op.overloadpacket.__name__ in _WRONG or is_loss(op):
             return run(op, args, kwargs)
         # Torch's own dispatch writes to a DTensor only.
         if plain and any(t is v for t in plain for v in written_by(op, args, kwargs)):
             return run(op, args, kwargs)
-        if op is torch.ops.aten.cat.default and len(joined := _without_empty(args[0])) < len(args[0]):
+        if (counted := counted_from_front(op, args)) is not args:
+            return op(*counted, **kwargs)
+        if op is torch.ops.aten.cat.default and len(joined := without_empty(args[0])) < len(args[0]):
             return op(joined, *args[1:], **kwargs)
         try:
             found = propagate(op, args, kwargs, info, try_cache)
@@ -287,9 +297,11 @@ def run_beyond_dtensor(
         except (NotImplementedError, RuntimeError):
             return run(op, args, kwargs)
         # What is written to a view that is moved first is lost to the tensor.
-        if _moves_a_view(op, info, found) or _writes_no_term(op, args, kwargs, found):
+        if moves_a_view(op, info, found) or _writes_no_term(op, args, kwargs, found):
             return run(op, args, kwargs)
-        return _reduced_scalars(op, args, info, found)
+        if _moves_beside_scalars(op, args, kwargs, found):
+            return op(*map_tensors(_reduced, args), **map_tensors(_reduced, kwargs))
+        return _reduced_at_once(op, args, info, found)
 
     tail = dispatcher._dispatch_fast_path_python_tail
 
@@ -299,6 +311,7 @@ def run_beyond_dtensor(
             return args[0]  # a plain tensor, whose memory the operator has written
         return tail(op, args, kwargs, mesh, found, result, *rest)
 
+    dispatcher.redistribute_local_args = keep_scalars(dispatcher.redistribute_local_args)
     dispatcher._dispatch_fast_path_python_tail = finished
     dispatcher._allow_implicit_replication = True  # of this thread, and of backward passes that it starts
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagated
@@ -313,6 +326,7 @@ def run_beyond_dtensor(
 
     for op in _HANDLED_WRONG:
         dispatcher._custom_op_handlers[op] = on_whole
+    count_dims_from_front()
 
 
 def _replicate() -> Any:
@@ -333,25 +347,6 @@ def read_of(op: Any, tensors: Sequence[torch.Tensor], kwargs: dict[str, Any]) ->
     return [t for t in tensors if not any(t is out for out in outs)]
 
 
-def _without_empty(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Without those of shape [0], which ``torch.cat`` takes beside tensors of any shape, and torch's rule splits."""
-    left = [t for t in tensors if tuple(t.shape) != (0,)]
-    return left or list(tensors)
-
-
-def _is_loss(op: Any) -> bool:
-    """Whether an operator is a loss, or its gradient, that torch's rule would divide by the rows of one rank."""
-    return any(a.name == "reduction" for a in op._schema.arguments)
-
-
-def _moves_a_view(op: Any, info: Any, found: Any) -> bool:
-    """Whether torch would redistribute a tensor before it makes a view of it."""
-    if not op._schema._is_view_op() or not getattr(found, "needs_redistribute", False):
-        return False
-    own, moved = info.schema.args_schema[0], found.redistribute_schema.args_schema[0]
-    return bool(own.placements != moved.placements)
-
-
 def _writes_no_term(op: Any, args: Any, kwargs: Any, found: Any) -> bool:
     """Whether an operator writes to a tensor that is still to be reduced, and torch's rule makes no term of that.
 
@@ -360,6 +355,25 @@ def _writes_no_term(op: Any, args: Any, kwargs: Any, found: Any) -> bool:
     if op.overloadpacket.__name__ != "fill_" and not getattr(found, "needs_redistribute", False):
         return False
     return any(is_unreduced(t) for t in written_by(op, args, kwargs))
+
+
+def _moves_beside_scalars(op: Any, args: Any, kwargs: Any, found: Any) -> bool:
+    """Whether torch would move a scalar tensor, or what is beside it, to terms or from them.
+
+    To torch's cache of decisions it is a number: what is decided for it (``update + update.norm()``, where one rank
+    adds it) would be found for a number (``update + 1.0``), which each rank would add.
+    """
+    if not getattr(found, "needs_redistribute", False) or op._schema.is_mutable or op._schema._is_view_op():
+        return False
+    tensors = tensors_in((args, kwargs))
+    return any(t.ndim == 0 for t in tensors) and any(map(is_unreduced, tensors))
+
+
+def _reduced(tensor: Any) -> Any:
+    """The tensor, reduced if it is a DTensor of which each rank has a term."""
+    if not is_unreduced(tensor):
+        return tensor
+    return redistributed(tensor, tensor.device_mesh, [_replicate() if p.is_partial() else p for p in tensor.placements])
 
 
 def is_unreduced(tensor: torch.Tensor) -> bool:
@@ -371,20 +385,29 @@ def is_unreduced(tensor: torch.Tensor) -> bool:
     return any(p.is_partial() and n > 1 for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True))
 
 
-def _reduced_scalars(op: Any, args: Any, info: Any, found: Any) -> Any:
+def _reduced_at_once(op: Any, args: Any, info: Any, found: Any) -> Any:
     """The result of an operator some of whose results are scalars of which each rank would have its term: reduced.
 
     So is what a table of which each rank has some rows gives, which torch can reduce once, and fails the second time.
+    So are terms of anything but a sum of numbers: torch adds up norms of rows as if they were terms of a sum, counts
+    how many ranks have something true, and stacks no products.
 
     Anything else: ``found``, torch's decision, as it is.
     """
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Partial
 
     def is_term(spec: Any) -> bool:
         if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
             return False
-        is_kind = spec.tensor_meta.shape == () or op is torch.ops.aten.embedding.default
-        return is_kind and any(p.is_partial() for p in spec.placements)
+        if (
+            spec.tensor_meta.shape == ()
+            or op is torch.ops.aten.embedding.default
+            or spec.tensor_meta.dtype is torch.bool
+        ):
+            return any(p.is_partial() for p in spec.placements)
+        return any(
+            p.is_partial() and (type(p) is not Partial or p.reduce_op not in ("sum", "avg")) for p in spec.placements
+        )
 
     specs = getattr(found, "output_spec", None)
     each = specs if isinstance(specs, list | tuple) else (specs,)

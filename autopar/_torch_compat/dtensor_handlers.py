@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.utils import _pytree
 
 from autopar._torch_compat.operators import operators_where, tensors_in
 
@@ -97,6 +99,83 @@ def _by_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return found  # the result itself
     info.output_sharding = found
     return dispatcher.wrap(dispatcher._dispatch_get_local_results_slow_path(op, args, info), found.output_spec)
+
+
+def counted_from_front(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An operator's arguments with a dim that is not negative; if it is none, or there is none, the same object.
+
+    Some of torch's rules (cumsum, cumprod, logcumsumexp, the gradient of select) take no negative dim for the one that
+    is split, and have each rank compute along its part.
+    """
+    place, sizes = _place_of_dim(op)
+    if not place or len(args) <= place or type(args[place]) is not int or args[place] >= 0:
+        return args
+    dims = args[0].ndim if sizes is None else len(args[sizes])
+    return (*args[:place], args[place] + max(1, dims), *args[place + 1 :])
+
+
+@cache
+def _place_of_dim(op: Any) -> tuple[int, int | None]:
+    """Where an operator takes the dim that it computes along, no list of dims, and the sizes that it is one of.
+
+    Returns:
+        place of the dim, 0 if there is none; of the sizes, which gradients are given, None if they are the tensor's.
+    """
+    names = [a.name for a in op._schema.arguments]
+    sizes = names.index("input_sizes") if "input_sizes" in names else None
+    if op._schema._is_view_op() or not names or (names[0] != "self" and sizes is None):
+        return 0, None
+    kinds = ("int", "Optional[int]")
+    found = (i for i, a in enumerate(op._schema.arguments) if a.name == "dim" and str(a.type) in kinds)
+    return next(found, 0), sizes
+
+
+def count_dims_from_front() -> None:
+    """The same for torch's own handlers of argmax and argmin, which gather along a negative dim wrongly."""
+    from torch.distributed.tensor import DTensor
+
+    def from_front(own: Handler) -> Handler:
+        return lambda op, args, kwargs: own(op, counted_from_front(op, args), kwargs)
+
+    table: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    table.update({op: from_front(table[op]) for op in overloads_of(("argmax", "argmin")) if op in table})
+
+
+def keep_scalars(move: Callable[..., None]) -> Callable[..., None]:
+    """``DTensor._op_dispatcher.redistribute_local_args`` that leaves plain scalars as they are beside what is moved.
+
+    To torch's cache of decisions a plain scalar tensor is a number: what was decided for a number (``update + 1.0``)
+    is found for the tensor (``update + torch.tensor(1.0)``), and has no layout for it.
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    def moved(info: Any, schema: Any, *rest: Any) -> None:
+        leaves = _pytree.tree_leaves(schema.args_schema) if info.args_tree_spec is not None else schema.args_schema
+        for i, (own, other) in enumerate(zip(info.flat_args_schema, leaves, strict=False)):
+            if isinstance(own, DTensorSpec) and not isinstance(other, DTensorSpec):
+                info.flat_args_schema[i] = info.local_args[i]
+        move(info, schema, *rest)
+
+    return moved
+
+
+def without_empty(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without those of shape [0], which ``torch.cat`` takes beside tensors of any shape, and torch's rule splits."""
+    left = [t for t in tensors if tuple(t.shape) != (0,)]
+    return left or list(tensors)
+
+
+def is_loss(op: Any) -> bool:
+    """Whether an operator is a loss, or its gradient, that torch's rule would divide by the rows of one rank."""
+    return any(a.name == "reduction" for a in op._schema.arguments)
+
+
+def moves_a_view(op: Any, info: Any, found: Any) -> bool:
+    """Whether torch would redistribute a tensor before it makes a view of it."""
+    if not op._schema._is_view_op() or not getattr(found, "needs_redistribute", False):
+        return False
+    own, moved = info.schema.args_schema[0], found.redistribute_schema.args_schema[0]
+    return bool(own.placements != moved.placements)
 
 
 def overloads_of(names: Iterable[str]) -> list[Any]:
