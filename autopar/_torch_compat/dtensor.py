@@ -12,9 +12,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from autopar._torch_compat.dtensor_handlers import (
     count_dims_from_front,
     counted_from_front,
+    in_32_bits,
     is_loss,
+    is_product,
     keep_scalars,
     moves_a_view,
+    rounds_terms,
     without_empty,
 )
 from autopar._torch_compat.operators import map_tensors, tensors_in, written_by
@@ -299,6 +302,10 @@ def run_beyond_dtensor(
         # What is written to a view that is moved first is lost to the tensor.
         if moves_a_view(op, info, found) or _writes_no_term(op, args, kwargs, found):
             return run(op, args, kwargs)
+        if rounds_terms(op, found):
+            if is_product(op):
+                return run(op, args, kwargs)
+            return _reduced(in_32_bits(op, args, kwargs)).to(found.output_spec.tensor_meta.dtype)
         if _moves_beside_scalars(op, args, kwargs, found):
             return op(*map_tensors(_reduced, args), **map_tensors(_reduced, kwargs))
         return _reduced_at_once(op, args, info, found)

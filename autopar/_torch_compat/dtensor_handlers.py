@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils import _pytree
 
-from autopar._torch_compat.operators import operators_where, tensors_in
+from autopar._torch_compat.operators import map_tensors, operators_where, tensors_in
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """From an operator, its arguments and its keyword arguments, some of them DTensors, to its result."""
@@ -157,6 +157,40 @@ def keep_scalars(move: Callable[..., None]) -> Callable[..., None]:
         move(info, schema, *rest)
 
     return moved
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def rounds_terms(op: Any, found: Any) -> bool:
+    """Whether each rank would round its term of a sum to 16 bits, where eager mode rounds the sum, once.
+
+    Iterations such as Muon's make of that a large part of an update, where a gradient has a low rank: 33% was
+    measured. Of optimizers and the like alone: what is differentiated, or is part of that, is a model's own.
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    spec = getattr(found, "output_spec", None)
+    if torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return False
+    if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None or op._schema.is_mutable:
+        return False
+    terms = any(p.is_partial() and n > 1 for p, n in zip(spec.placements, spec.mesh.shape, strict=True))
+    return terms and spec.tensor_meta.dtype in _HALVES and not op._schema._is_view_op()
+
+
+def is_product(op: Any) -> bool:
+    """Whether an operator is a matrix product, which takes the kernels of its dtype and is computed whole for that."""
+    return op.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot")
+
+
+def in_32_bits(op: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives of tensors in 32 bits in place of those in 16."""
+
+    def wide(tensor: Any) -> Any:
+        return tensor.float() if tensor.dtype in _HALVES else tensor
+
+    return op(*map_tensors(wide, args), **map_tensors(wide, kwargs))
 
 
 def without_empty(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

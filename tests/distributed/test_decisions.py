@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed.launch import Ranks, mesh_of
 
@@ -120,3 +120,73 @@ def test_results_are_those_of_plain_tensors(two_ranks: Ranks) -> None:
 
 def test_gradients_along_negative_dims(two_ranks: Ranks) -> None:
     assert two_ranks.run(gradients) == [[], []]
+
+
+HALVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": lambda x: x.T @ x,
+    "other square": lambda x: x @ x.T,
+    "added": lambda x: torch.addmm(x.T @ x, x.T, x, beta=0.5, alpha=2.0),
+    "sum": lambda x: x.sum(),
+    "sums": lambda x: x.sum(0) + x.sum(1).sum(),
+    "mean": lambda x: x.mean(),
+    "norm": lambda x: x / (x.norm() + 1e-7),
+    "norms": lambda x: x / x.norm(dim=0, keepdim=True),
+    "variance": lambda x: x.var(1),
+}
+
+
+def rounded(rank: int) -> list[str]:
+    """What differs from plain tensors of 16 bits, in any bit; products of float16 on CPUs depend on strides."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from autopar.runtime.state.whole_operators import install_whole_operators
+
+    install_whole_operators()
+    found, mesh = [], mesh_of(2)
+    many = torch.randn(64, 48, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float16):
+            for split in (0, 1):
+                part = distribute_tensor(many.to(dtype), mesh, [Shard(split)])
+                calls = (
+                    HALVES
+                    if dtype is torch.bfloat16
+                    else {n: HALVES[n] for n in ("sum", "sums", "mean", "norm", "norms")}
+                )
+                results = {name: (call(part), call(many.to(dtype))) for name, call in calls.items()}
+                found += [
+                    f"{name}, {dtype}, split along {split}"
+                    for name, (own, plain) in results.items()
+                    if own.dtype != plain.dtype or not torch.equal(own.full_tensor(), plain)
+                ]
+    return found
+
+
+def low_rank_muon(rank: int) -> float:
+    """How far Muon moves parameters otherwise than on one device, of gradients of four samples."""
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    def trained(parallel: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 24, bias=False), nn.Tanh(), nn.Linear(24, 8, bias=False)).double()
+        model = parallelize(net, mesh_of(2), search=Search(recipe="fsdp")) if parallel else net
+        optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(
+                torch.randn(4, 16, generator=torch.Generator().manual_seed(step), dtype=DOUBLE)
+            ).square().mean().backward()
+            optimizer.step()
+        return [p.full_tensor() if parallel else p for p in model.parameters()]
+
+    return max(float((a - b).abs().max()) for a, b in zip(trained(True), trained(False), strict=True))
+
+
+def test_sums_of_16_bits_are_rounded_once(two_ranks: Ranks) -> None:
+    assert two_ranks.run(rounded) == [[], []]
+
+
+def test_muon_of_gradients_of_low_rank(two_ranks: Ranks) -> None:
+    """Rounding of each rank's term of a product made up a third of the update."""
+    assert max(two_ranks.run(low_rank_muon)) < 1e-6

@@ -258,6 +258,15 @@ def test_other_dispatchers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
     assert vars(dispatcher) == {"_random_ops": ()}
 
 
+def test_whether_a_backward_pass_is_under_way() -> None:
+    told: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: told.append(torch._C._current_graph_task_id()))
+    assert torch._C._current_graph_task_id() == -1
+    x.sum().backward()
+    assert told[0] >= 0
+
+
 def test_subclasses_of_dtensor_are_asked(fake_group: object) -> None:
     """What tensors of one pipeline stage live by; torch 2.11 alone does not."""
     asked = compat.asks_subclasses(init_device_mesh("cpu", (2,), mesh_dim_names=("a",)))
