@@ -302,7 +302,7 @@ def run_beyond_dtensor(
         # What is written to a view that is moved first is lost to the tensor.
         if moves_a_view(op, info, found) or _writes_no_term(op, args, kwargs, found):
             return run(op, args, kwargs)
-        if rounds_terms(op, found):
+        if rounds_terms(op, args, kwargs, found):
             if is_product(op):
                 return run(op, args, kwargs)
             return _reduced(in_32_bits(op, args, kwargs)).to(found.output_spec.tensor_meta.dtype)

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils import _pytree
 
-from autopar._torch_compat.operators import map_tensors, operators_where, tensors_in
+from autopar._torch_compat.operators import operators_where, tensors_in
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """From an operator, its arguments and its keyword arguments, some of them DTensors, to its result."""
@@ -162,7 +162,7 @@ def keep_scalars(move: Callable[..., None]) -> Callable[..., None]:
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def rounds_terms(op: Any, found: Any) -> bool:
+def rounds_terms(op: Any, args: Any, kwargs: Any, found: Any) -> bool:
     """Whether each rank would round its term of a sum to 16 bits, where eager mode rounds the sum, once.
 
     Iterations such as Muon's make of that a large part of an update, where a gradient has a low rank: 33% was
@@ -176,7 +176,10 @@ def rounds_terms(op: Any, found: Any) -> bool:
     if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None or op._schema.is_mutable:
         return False
     terms = any(p.is_partial() and n > 1 for p, n in zip(spec.placements, spec.mesh.shape, strict=True))
-    return terms and spec.tensor_meta.dtype in _HALVES and not op._schema._is_view_op()
+    if not terms or spec.tensor_meta.dtype not in _HALVES or op._schema._is_view_op():
+        return False
+    # Else 32 bits are not to be had.
+    return any(getattr(value, "dtype", value) in _HALVES for value in _pytree.tree_leaves((args, kwargs)))
 
 
 def is_product(op: Any) -> bool:
@@ -185,12 +188,15 @@ def is_product(op: Any) -> bool:
 
 
 def in_32_bits(op: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator gives of tensors in 32 bits in place of those in 16."""
+    """What an operator gives of tensors in 32 bits in place of those in 16, and in 32 where it was told to give 16."""
 
-    def wide(tensor: Any) -> Any:
-        return tensor.float() if tensor.dtype in _HALVES else tensor
+    def wide(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.float() if value.dtype in _HALVES else value
+        return torch.float32 if value in _HALVES else value
 
-    return op(*map_tensors(wide, args), **map_tensors(wide, kwargs))
+    args, kwargs = _pytree.tree_map_only((torch.Tensor, torch.dtype), wide, (args, kwargs))
+    return op(*args, **kwargs)
 
 
 def without_empty(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -132,6 +132,8 @@ HALVES: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda x: x / (x.norm() + 1e-7),
     "norms": lambda x: x / x.norm(dim=0, keepdim=True),
     "variance": lambda x: x.var(1),
+    "of 32 bits": lambda x: (x.float().T @ x.float()).bfloat16() * 2,
+    "cast": lambda x: x.float().sum(0).to(torch.float16),
 }
 
 
