@@ -14,6 +14,7 @@ from autopar._torch_compat.dtensor_handlers import (
     counted_from_front,
     in_32_bits,
     is_loss,
+    is_of_a_model,
     is_product,
     keep_scalars,
     moves_a_view,
@@ -303,6 +304,9 @@ def run_beyond_dtensor(
         if moves_a_view(op, info, found) or _writes_no_term(op, args, kwargs, found):
             return run(op, args, kwargs)
         if rounds_terms(op, args, kwargs, found):
+            if is_of_a_model():
+                # Not by its decision, which torch would keep for calls outside of models, too.
+                return _as_decided(op, args, info, found)
             if is_product(op):
                 return run(op, args, kwargs)
             return _reduced(in_32_bits(op, args, kwargs)).to(found.output_spec.tensor_meta.dtype)
@@ -392,6 +396,15 @@ def is_unreduced(tensor: torch.Tensor) -> bool:
     return any(p.is_partial() and n > 1 for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True))
 
 
+def _as_decided(op: Any, args: Any, info: Any, found: Any) -> Any:
+    """The result of an operator by a decision of torch, which is not kept for other calls."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    info.output_sharding = found
+    return dispatcher.wrap(dispatcher._dispatch_get_local_results_slow_path(op, args, info), found.output_spec)
+
+
 def _reduced_at_once(op: Any, args: Any, info: Any, found: Any) -> Any:
     """The result of an operator some of whose results are scalars of which each rank would have its term: reduced.
 
@@ -401,7 +414,7 @@ def _reduced_at_once(op: Any, args: Any, info: Any, found: Any) -> Any:
 
     Anything else: ``found``, torch's decision, as it is.
     """
-    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor import Partial
 
     def is_term(spec: Any) -> bool:
         if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
@@ -422,9 +435,7 @@ def _reduced_at_once(op: Any, args: Any, info: Any, found: Any) -> Any:
     kept = op._schema.is_mutable or op._schema._is_view_op() or op.overloadpacket.__name__.startswith("_foreach")
     if kept or not any(map(is_term, each)):
         return found
-    dispatcher: Any = DTensor._op_dispatcher
-    info.output_sharding = found
-    wrapped = dispatcher.wrap(dispatcher._dispatch_get_local_results_slow_path(op, args, info), specs)
+    wrapped = _as_decided(op, args, info, found)
 
     def reduced(value: Any, spec: Any) -> Any:
         whole = (_replicate(),) * spec.mesh.ndim if is_term(spec) else ()

@@ -166,13 +166,11 @@ def rounds_terms(op: Any, args: Any, kwargs: Any, found: Any) -> bool:
     """Whether each rank would round its term of a sum to 16 bits, where eager mode rounds the sum, once.
 
     Iterations such as Muon's make of that a large part of an update, where a gradient has a low rank: 33% was
-    measured. Of optimizers and the like alone: what is differentiated, or is part of that, is a model's own.
+    measured.
     """
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     spec = getattr(found, "output_spec", None)
-    if torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-        return False
     if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None or op._schema.is_mutable:
         return False
     terms = any(p.is_partial() and n > 1 for p, n in zip(spec.placements, spec.mesh.shape, strict=True))
@@ -180,6 +178,11 @@ def rounds_terms(op: Any, args: Any, kwargs: Any, found: Any) -> bool:
         return False
     # Else 32 bits are not to be had.
     return any(getattr(value, "dtype", value) in _HALVES for value in _pytree.tree_leaves((args, kwargs)))
+
+
+def is_of_a_model() -> bool:
+    """Whether what is computed is differentiated, or part of a backward pass, and no optimizer's or the like."""
+    return torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
 
 
 def is_product(op: Any) -> bool:
