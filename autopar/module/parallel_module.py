@@ -100,6 +100,10 @@ class ParallelModule(nn.Module):
             self._put_forward(value)
         elif name in _WRAPPED and isinstance(value, MethodType) and value.__self__ is self:
             self.__dict__[name] = value
+        elif name == "__class__" and issubclass(value, ParallelModule):
+            raise AutoparError(
+                _DERIVED.format(made=value.__name__, kind=type(self).__name__, what="is put on the model")
+            )
         else:
             setattr(self._autopar.original, name, value)
 
@@ -303,7 +307,7 @@ def parallel_module(
             kind.__name__, (ParallelModule, kind),
             {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature),
              # What a model makes by ``self.__class__(...)``, as ``model[:2]`` does, is one of its own kind.
-             "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs),
+             "__new__": lambda cls, *args, **kwargs: _another(kind, cls, args, kwargs),
              **{name: _own_method(name) for name in (*SAVING, *RESIZING, *GENERATING) if hasattr(kind, name)},
              **{name: _OfOriginal(name) for name in _defaults(kind)}},
         )  # fmt: skip
@@ -313,6 +317,25 @@ def parallel_module(
     parallel: ParallelModule = object.__new__(class_)
     ParallelModule.__init__(parallel, model, context, options, init)
     return parallel
+
+
+def _another(kind: type, class_: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What calling the class of a parallelized model makes: a plain model of the model's own class.
+
+    Raises:
+        AutoparError: it is a class derived from it, whose code the plain model would not have.
+    """
+    if ParallelModule in class_.__bases__:
+        return kind(*args, **kwargs)
+    raise AutoparError(_DERIVED.format(made=class_.__name__, kind=kind.__name__, what="is called"))
+
+
+_DERIVED = (
+    "{made}, a class derived from the class of a parallelized model ({kind}), {what}: nothing that it adds would be in "
+    "the model's graphs. Parametrize the model itself before parallelize() (its submodules at any time). Of "
+    "a functional copy (higher) there is no graph: write the inner loop in the forward of a module that is "
+    "parallelized, with torch.func.functional_call and torch.autograd.grad"
+)
 
 
 class _OfOriginal:
