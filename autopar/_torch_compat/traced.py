@@ -20,6 +20,13 @@ def aot_export_joint_with_descriptors(*arguments: Any, **options: Any) -> Any:
         return export(*arguments, **options)
 
 
+def sizes_of_rows() -> Any:
+    """What gives fake tensors symbols for sizes that depend on values, as of ``x[mask]``, and none for values."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
+
+
 def traced_graph() -> Any:
     """The `fx.Graph` that is being traced now; None: none is."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
