@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +20,26 @@ def aot_export_joint_with_descriptors(*arguments: Any, **options: Any) -> Any:
         return export(*arguments, **options)
 
 
-def sizes_of_rows() -> Any:
-    """What gives fake tensors symbols for sizes that depend on values, as of ``x[mask]``, and none for values."""
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+def sizes_of_rows(answer: Callable[[Any], bool | None]) -> Any:
+    """What gives fake tensors symbols for sizes that depend on values, as of ``x[mask]``, and none for values.
 
-    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
+    Args:
+        answer: says whether a condition of such sizes, a `sympy` expression, is to hold; None: torch raises.
+    """
+    import sympy
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+    class Sizes(ShapeEnv):
+        def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().evaluate_expr(orig_expr, *args, **kwargs)
+            except GuardOnDataDependentSymNode:
+                found = answer(orig_expr) if isinstance(orig_expr, sympy.logic.boolalg.Boolean) else None
+                if found is None:
+                    raise
+                return sympy.true if found else sympy.false
+
+    return Sizes(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
 
 
 def traced_graph() -> Any:

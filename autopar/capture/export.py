@@ -45,6 +45,7 @@ from autopar.capture.harness import Harness, LossFunction
 from autopar.capture.intercepts import extent, refused_view
 from autopar.capture.origins import record_origins
 from autopar.capture.outside import require_own_seeds
+from autopar.capture.selected.questions import RowQuestions
 from autopar.capture.selected.rewrite import with_all_rows
 from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_modules
 from autopar.capture.state.known import of_buffers
@@ -200,7 +201,9 @@ def _attempt(
     """
     # The model's own constants may be real tensors; torch makes them fake as they are met.
     # What a mask selects has a symbol for its size, until `with_all_rows`; nothing else has.
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes_of_rows(), static_shapes=True)
+    questions = RowQuestions()
+    sizes = sizes_of_rows(questions.answer)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
     dtypes = [compute] * arguments.tensors + [None] * len(arguments.numbers)
     given = zip(tensors, dtypes, strict=True)
     fakes = tuple(_fake_tensor(t, mode, dtype).requires_grad_(t.requires_grad) for t, dtype in given)
@@ -211,7 +214,9 @@ def _attempt(
     known = of_buffers(model)
     with swapped(model, fake, training, compute, promote) as (inputs, references):
         record = Record(model)
-        harness = Harness(model, arguments, loss_fn, training, loss, recorder, record, track, inputs, references, known)
+        harness = Harness(
+            model, arguments, loss_fn, training, loss, recorder, record, track, inputs, references, known, questions
+        )
         with record.noted():
             try:
                 with torch.set_grad_enabled(training), _quiet(), backward_watched(model, record):

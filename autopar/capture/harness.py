@@ -22,6 +22,7 @@ from autopar.capture.functions.kinds import classes_of_eager, mark_parameter
 from autopar.capture.intercepts import Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.outside import counting_optimizers_refused, refused
+from autopar.capture.selected.questions import RowQuestions
 from autopar.capture.state.code.caches import uncached
 from autopar.capture.state.hooks import Hooks, Observation, Place, observations
 from autopar.capture.state.known import KnownValues, OfBuffers, Reads
@@ -96,10 +97,11 @@ class Harness(nn.Module):
         promoted: Collection[str] = (),
         references: Sequence[Reference] = (),
         of_buffers: OfBuffers | None = None,
+        questions: RowQuestions | None = None,
     ) -> None:
         """With a ``record`` of the model's state, each call begins with that, and what it changes is returned, too.
 
-        ``of_buffers`` is what is known of buffers.
+        ``of_buffers`` is what is known of buffers, ``questions`` are those about numbers of rows.
         """
         super().__init__()
         self.model = model
@@ -111,6 +113,7 @@ class Harness(nn.Module):
         self.record, self.tracked, self.promoted = record, tracked, promoted
         self.aliases, self.references = aliases_of(model), references
         self.of_buffers = of_buffers or OfBuffers()
+        self.questions = questions or RowQuestions()
         # To tell parameters that a lazy module makes in forward.
         self.parameter_names = {name for name, _ in model.named_parameters()}
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -139,6 +142,7 @@ class Harness(nn.Module):
         if self.record is None:
             return self._results(self._call(self.arguments.fill(tensors, numbers)), tensors, None)
         self._restore()
+        self.questions.forget()
         if self.tracked and self.seen.numbers is not None:
             self.record.track(self.seen.numbers)
         self.record.guard_iterators()
@@ -154,7 +158,9 @@ class Harness(nn.Module):
         origins, hooks, intercepts = (
             Origins(self),
             Hooks(self.model, self.record, self.seen.counted_by_hooks),
-            Intercepts(named, partial(where_kept, self.model), tensors, KnownValues(buffers, self.of_buffers)),
+            Intercepts(
+                named, partial(where_kept, self.model), tensors, KnownValues(buffers, self.of_buffers), self.questions
+            ),
         )
         with self._traced(origins, hooks, intercepts):
             output, contents = without_python_draws(lambda: self._called(self.arguments.fill(tensors, numbers)))

@@ -42,9 +42,9 @@ def check_count(invalid: Leaf, fail: Callable[[], None], results: Any) -> None:
         fail()
 
 
-def check_some(valid: Leaf, fail: Callable[[], None], results: Any) -> None:
-    """Let a check fail where the result that counts what must be there, ``valid``, is zero."""
-    if not int(results[valid.index]):
+def check_some(valid: Leaf, fail: Callable[[], None], least: int, results: Any) -> None:
+    """Let a check fail where the result that counts what must be there, ``valid``, is less than ``least``."""
+    if int(results[valid.index]) < least:
         fail()
 
 

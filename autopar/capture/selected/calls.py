@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.selected import batch_norm
 from autopar.capture.selected.dims import (
     Dim,
     Dims,
@@ -24,6 +25,13 @@ from autopar.capture.selected.rewrite import AllRows, Call, by_rule, rule_of
 from autopar.ir.graph import computed, values_of
 
 aten = torch.ops.aten
+
+_VIEWS = {
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints, aten.unflatten.int, aten._reshape_alias.default,
+    aten.view_copy.default,
+}  # fmt: skip
+"""Operators that give the same elements in another shape."""
 
 
 def _take(rows: AllRows, node: fx.Node) -> None:
@@ -44,6 +52,101 @@ def _take(rows: AllRows, node: fx.Node) -> None:
     rows.become(aten.reshape.default, (x, made), None, (*dims[:first], dim, *dims[first + ndim :]))
 
 
+def _masked_select(rows: AllRows, node: fx.Node) -> None:
+    """All elements of both, which are broadcast, as one dim."""
+    x, mask = node.args[:2]
+    assert isinstance(x, fx.Node)
+    assert isinstance(mask, fx.Node)
+    shape = list(torch.broadcast_shapes(x.meta["val"].shape, mask.meta["val"].shape))  # type: ignore[no-untyped-call]
+    dim = _selected(rows, mask, shape, rows.dims_of(x) if len(rows.dims_of(x)) == len(shape) else ())
+    _enter(rows, node.meta["val"].shape[0], dim)
+    x = x if list(x.meta["val"].shape) == shape else rows.emit(aten.expand.default, x, shape)
+    rows.become(aten.reshape.default, (x, [math.prod(shape)]), None, (dim,))
+
+
+def _selected(rows: AllRows, mask: fx.Node, shape: Sequence[int], dims: Dims) -> Dim:
+    """What a mask selects of all elements of a tensor, as one dim.
+
+    Args:
+        rows: the graph.
+        mask: which is broadcast to the tensor.
+        shape: of the tensor.
+        dims: of the tensor, without any where others than the mask's may not be selected.
+    """
+    own = rows.dims_of(mask)
+    if any(d is not None for d in (*own, *dims)) and own != dims:
+        rows.refuse("a mask and what it selects of have other rows")
+    sizes = list(mask.meta["val"].shape)
+    sizes = [1] * (len(shape) - len(sizes)) + sizes
+    if any(d is not None for d in own):
+        return _flat(rows, mask, own)
+    # As of tokens: a mask that is the same along the last dims selects whole rows.
+    rest = len(shape)
+    while rest and sizes[rest - 1] == 1 and shape[rest - 1] != 1:
+        rest -= 1
+    if sizes[:rest] == list(shape[:rest]):
+        whole = math.prod(shape[rest:])
+        return merged([(math.prod(shape[:rest]), _flat(rows, mask, (None,) * len(own))), (whole, None)])
+    return _flat(rows, rows.emit(aten.expand.default, mask, list(shape)), (None,) * len(shape))
+
+
+def _flat(rows: AllRows, mask: fx.Node, dims: Dims) -> Dim:
+    """What a mask selects as one dim, given what is selected of its own dims."""
+    shape = mask.meta["val"].shape
+    own: Any = mask
+    while all(d is None for d in dims) and own.target in _VIEWS:
+        own = own.args[0]  # in whatever shape it is seen
+    flat = rows.emit(aten.reshape.default, own, [math.prod(shape)])
+    if flat.meta["val"].dtype == torch.uint8:
+        flat = rows.emit(aten.ne.Scalar, flat, 0)
+    whole = merged((n, d) for n, d in zip(shape, dims, strict=True))
+    if whole is not None:
+        flat = rows.emit(aten.logical_and.default, rows.full_mask(whole), flat)
+    return rows.select(flat)
+
+
+def _masked_scatter(rows: AllRows, node: fx.Node) -> None:
+    """What a mask selects of one tensor is put where the same mask is true in another one."""
+    x, mask, source = node.args[:3]
+    assert isinstance(x, fx.Node)
+    assert isinstance(mask, fx.Node)
+    assert isinstance(source, fx.Node)
+    shape = list(x.meta["val"].shape)
+    there = merged((n, d) for n, d in zip(source.meta["val"].shape, rows.dims_of(source), strict=True))
+    if len(rows.dims_of(mask)) > len(shape) or there != _selected(rows, mask, shape, rows.dims_of(x)):
+        rows.refuse("it puts rows of one mask where another one is true")
+    values = rows.emit(aten.reshape.default, source, shape)
+    rows.become(aten.where.self, (mask, values, x), None, rows.dims_of(x))
+
+
+def _masked_gather(rows: AllRows, node: fx.Node) -> None:
+    """The gradient of what `_masked_scatter` puts: the same elements."""
+    grad, mask, sizes = node.args[:3]
+    assert isinstance(grad, fx.Node)
+    assert isinstance(mask, fx.Node)
+    dims = tuple(rows.dim_of_size(n) for n in sizes)  # type: ignore[union-attr]
+    shape = rows.size(sizes)
+    there = merged(zip(shape, dims, strict=True))
+    if there != _selected(rows, mask, list(grad.meta["val"].shape), rows.dims_of(grad)):
+        rows.refuse("it puts rows of one mask where another one is true")
+    rows.become(aten.reshape.default, (grad, shape), None, dims)
+
+
+def _flip(rows: AllRows, node: fx.Node) -> None:
+    """Rows in the other order, and their mask."""
+    x, along = node.args[:2]
+    assert isinstance(x, fx.Node)
+    dims = list(rows.dims_of(x))
+    for d in {int(e) % len(dims) for e in along}:  # type: ignore[union-attr, arg-type]
+        dim = dims[d]
+        if dim is not None:
+            if dim not in rows.flipped:
+                other = rows.select(rows.emit(aten.flip.default, rows.full_mask(dim), [0]))
+                rows.flipped[dim], rows.flipped[other] = other, dim
+            dims[d] = rows.flipped[dim]
+    rows.become(aten.flip.default, (x, along), None, tuple(dims))
+
+
 def _enter(rows: AllRows, size: Any, dim: Dim) -> None:
     if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
         rows.enter(size, dim)
@@ -62,13 +165,7 @@ def _mask_of(rows: AllRows, x: fx.Node, indices: Sequence[Any]) -> tuple[int, in
         own, there = rows.dims_of(mask), rows.dims_of(x)[first : first + ndim]
         if own != there or not ndim:
             rows.refuse("a mask and what it selects of have other rows, or the mask has no dims")
-        flat = rows.emit(aten.reshape.default, mask, [math.prod(mask.meta["val"].shape)])
-        if flat.meta["val"].dtype == torch.uint8:
-            flat = rows.emit(aten.ne.Scalar, flat, 0)
-        whole = merged((n, d) for n, d in zip(mask.meta["val"].shape, own, strict=True))
-        if whole is not None:
-            flat = rows.emit(aten.logical_and.default, rows.full_mask(whole), flat)
-        return first, ndim, rows.select(flat)
+        return first, ndim, _flat(rows, mask, own)
     told = [rows.coordinates.get(i) for i in given]
     if told[0] is None or indices[first : first + len(given)] != given:
         return None
@@ -210,7 +307,7 @@ def _nonzero(rows: AllRows, node: fx.Node) -> None:
     own = mask if value.dtype == torch.bool else rows.emit(aten.ne.Scalar, mask, 0)
     dim = rows.select(rows.emit(aten.reshape.default, own, [value.numel()]))
     _enter(rows, node.meta["val"].shape[0], dim)
-    places = rows.emit(aten.arange.default, value.numel(), dtype=torch.int64)
+    places = rows.emit(aten.arange.default, value.numel(), dtype=torch.int64, device=value.device)
     columns, step = list[fx.Node](), 1
     for n in reversed(value.shape):
         column = rows.emit(aten.div.Tensor_mode, places, step, rounding_mode="floor") if step > 1 else places
@@ -281,9 +378,9 @@ def _cat(rows: AllRows, node: fx.Node) -> None:
         rows.refuse("rows of one mask meet others, and may not be as many")
     dims = list(rows.dims_of(tensors[0]))
     if any(a is not None for a in along):
-        sizes = [int(t.meta["val"].shape[d]) for t in tensors]
+        sizes, device = [int(t.meta["val"].shape[d]) for t in tensors], tensors[0].meta["val"].device
         masks = [
-            rows.emit(aten.full.default, [n], True, dtype=torch.bool) if a is None else rows.full_mask(a)
+            rows.emit(aten.full.default, [n], True, dtype=torch.bool, device=device) if a is None else rows.full_mask(a)
             for a, n in zip(along, sizes, strict=True)
         ]
         whole = rows.select(rows.emit(aten.cat.default, masks))
@@ -463,6 +560,10 @@ def _extremum(rows: AllRows, node: fx.Node) -> None:
 CALLS: dict[Any, Call] = {
     aten.index.Tensor: _take, aten._unsafe_index.Tensor: _take, aten.nonzero.default: _nonzero,
     aten.index_put.default: _put, aten._unsafe_index_put.default: _put,
+    aten.masked_select.default: _masked_select, aten.masked_scatter.default: _masked_scatter,
+    aten.masked_scatter_backward.default: _masked_gather, aten.flip.default: _flip,
+    aten._native_batch_norm_legit_functional.default: batch_norm.forward,
+    aten.native_batch_norm_backward.default: batch_norm.backward,
     aten.index_add.default: _add_by_index, aten.scatter_add.default: _add_by_index,
     aten.select.int: _column, aten.unbind.int: _column, aten.slice.Tensor: _slice, aten.cat.default: _cat,
     aten.sum.default: _sum, aten.mean.default: _sum, aten.mean.dim: _sum,
@@ -471,14 +572,7 @@ CALLS: dict[Any, Call] = {
     aten.expand.default: _expand, aten.scalar_tensor.default: _scalar,
     aten.t.default: _permute, aten.transpose.int: _permute,
     aten.max.dim: _extremum, aten.min.dim: _extremum, aten.argmax.default: _extremum, aten.argmin.default: _extremum,
-    **dict.fromkeys(
-        (
-            aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
-            aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints, aten.unflatten.int,
-            aten._reshape_alias.default, aten.view_copy.default,
-        ),
-        _reshape,
-    ),
+    **dict.fromkeys(_VIEWS, _reshape),
     **dict.fromkeys(
         (
             aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_like.default, aten.ones_like.default,

@@ -86,7 +86,8 @@ class AllRows:
         masks: by their numbers, tensors of booleans ``[size]``.
         places: of tensors of places along a selected dim (``arange`` of the number of rows, ``argmax``): the dim.
         coordinates: what ``nonzero`` of a mask gives: the mask's number, its shape, and the column, None for all.
-        parts: of a concatenation's mask, where each part of it begins, and its dim.
+        parts: of a concatenation's mask, where each part of it begins, its dim and its size.
+        flipped: of dims, those in the other order.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -97,12 +98,14 @@ class AllRows:
         self.masks: dict[int, fx.Node] = {}
         self.places: dict[Any, Dim] = {}
         self.coordinates: dict[Any, tuple[int, tuple[int, ...], int | None]] = {}
-        self.parts: dict[int, list[tuple[int, Dim]]] = {}
+        self.parts: dict[int, list[tuple[int, Dim, int]]] = {}
+        self.flipped: dict[Dim, Dim] = {}
         self.sizes: dict[Any, int] = {}  # by torch's symbols
         self._by_size: dict[Any, Dim] = {}
         self._unclear: set[Any] = set()
         self._numbers: dict[Any, int] = {}
         self._number_of: dict[fx.Node, int] = {}
+        self._gone: set[fx.Node] = set()
 
     def run(self) -> None:
         """Rewrite all nodes."""
@@ -112,6 +115,8 @@ class AllRows:
         for node in list(self.graph.nodes):
             self.node = node
             value = node.meta.get("val")
+            if node in self._gone:
+                continue
             if node.op == "output":
                 self._require_whole(node)
             elif node.op != "call_function":
@@ -126,7 +131,8 @@ class AllRows:
                 with self.graph.inserting_before(node):
                     shapes = [None if v is None else tuple(v.shape) for v in values_of(node)]
                     CALLS.get(node.target, by_rule)(self, node)
-                    self._require_sizes(node, shapes)
+                    if node not in self._gone:
+                        self._require_sizes(node, shapes)
         for node in reversed(dead):
             self.graph.erase_node(node)
 
@@ -142,9 +148,21 @@ class AllRows:
         self.node.meta["val"] = computed(self.node, self.node)
         self.set_dims(self.node, [dims])
 
+    def replace(self, node: fx.Node, results: Sequence[fx.Node | None], dims: Sequence[Dims]) -> None:
+        """New nodes take the place of an operator's results."""
+        for user in list(node.users):
+            made, own = results[user.args[1]], dims[user.args[1]]  # type: ignore[index]
+            if made is not None:
+                self.dims[made] = own
+                user.replace_all_uses_with(made)
+            self.graph.erase_node(user)
+            self._gone.add(user)
+        self.graph.erase_node(node)
+        self._gone.add(node)
+
     def set_dims(self, node: fx.Node, outputs: Sequence[Dims]) -> None:
         """What is selected of an operator's results."""
-        self.dims[node] = outputs[0] if isinstance(node.meta["val"], torch.Tensor) else list(outputs)
+        self.dims[node] = outputs[0] if isinstance(node.meta.get("val"), torch.Tensor) else list(outputs)
 
     def dims_of(self, node: fx.Node) -> Dims:
         """What is selected of a tensor."""
@@ -250,7 +268,9 @@ class AllRows:
                 found = own if found is None else self.emit(aten.logical_and.default, found, own)
         if found is None:
             return node
-        other = self.emit(aten.scalar_tensor.default, _of_dtype(fill, value.dtype), dtype=value.dtype)
+        other = self.emit(
+            aten.scalar_tensor.default, _of_dtype(fill, value.dtype), dtype=value.dtype, device=value.device
+        )
         made = self.emit(aten.where.self, found, node, other)
         self.dims[made] = self.dims_of(node)
         return made
@@ -286,6 +306,8 @@ class AllRows:
     # Steps.
 
     def _touches(self, node: fx.Node) -> bool:
+        if any(a in table for a in node.all_input_nodes for table in (self.places, self.coordinates)):
+            return True
         if any(_is_symbolic(v) for v in (*values_of(node), *(a.meta.get("val") for a in node.all_input_nodes))):
             return True
         return any(d is not None for a in node.all_input_nodes for dims in _listed(self.dims.get(a, ())) for d in dims)
@@ -315,8 +337,8 @@ class AllRows:
         """What is selected must be what torch says depends on the batch."""
         outputs = [self.dims[node]] if isinstance(self.dims[node], tuple) else self.dims[node]
         for value, dims, shape in zip(values_of(node), outputs, before, strict=False):
-            if value is None or shape is None:
-                continue
+            if value is None or shape is None or (not dims and not _is_symbolic(value) and not value.numel()):
+                continue  # an output that does not exist may have a tensor of no elements
             fits = len(shape) == value.ndim == len(dims)
             for n, size, dim in zip(value.shape, shape, dims, strict=False):
                 symbolic = isinstance(size, torch.SymInt) and not size.node.expr.is_number
