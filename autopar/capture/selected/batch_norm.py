@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.selected.by_rule import by_rule
 from autopar.capture.selected.dims import Dims
-from autopar.capture.selected.rewrite import AllRows, by_rule
+from autopar.capture.selected.graph import AllRows, arguments
 
 aten = torch.ops.aten
 
@@ -17,8 +18,7 @@ _CHANNELS = 1
 
 def forward(rows: AllRows, node: fx.Node) -> None:
     """In training: ``(x - mean) * invstd * weight + bias``, the statistics, and running ones."""
-    x, weight, bias, means, variances, training, momentum, eps = node.args
-    assert isinstance(x, fx.Node)
+    x, weight, bias, means, variances, training, momentum, eps = arguments(node)
     along = _along(rows, x)
     if not training or not along:
         by_rule(rows, node)
@@ -44,9 +44,7 @@ def forward(rows: AllRows, node: fx.Node) -> None:
 
 def backward(rows: AllRows, node: fx.Node) -> None:
     """``weight * invstd * (g - mean(g) - y * mean(g * y))``, where ``y`` is without weight and bias."""
-    grad, x, weight, means, variances, saved_mean, saved_deviation, training, eps, _ = node.args
-    assert isinstance(grad, fx.Node)
-    assert isinstance(x, fx.Node)
+    grad, x, weight, means, variances, saved_mean, saved_deviation, training, eps, _ = arguments(node)
     along = _along(rows, x)
     if not along:
         by_rule(rows, node)

@@ -1,7 +1,7 @@
 """Dims of which a mask selects some elements, and how they go through an operator.
 
-In a trace, the size of what a mask selects is a symbol. A `Selected` dim has all elements, and knows the mask. Dims that
-are merged or split keep what their factors were: rows of 3 numbers, seen as one dim, are ``[N, mask] x [3]``.
+In a trace, the size of what a mask selects is a symbol. A `Selected` dim has all elements, and knows the mask. Dims
+that are merged or split keep what their factors were: rows of 3 numbers, seen as one dim, are ``[N, mask] x [3]``.
 """
 
 from __future__ import annotations

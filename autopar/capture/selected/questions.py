@@ -78,8 +78,8 @@ class RowQuestions:
         given = kwargs.get("dim", args[1] if len(args) > 1 else None)
         along = range(args[0].ndim) if given is None else [given] if isinstance(given, int) else given
         if isinstance(along, Sequence):
-            for size in (args[0].shape[d] for d in along):
-                for symbol in size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ():
+            for d in along:
+                for symbol in _symbols(args[0].shape[d]):
                     self.require(symbol, 1, "{}:{}".format(*user_frame()))
 
     def checks(self) -> list[tuple[torch.Tensor, Callable[[], None], int]]:
@@ -102,11 +102,15 @@ class RowQuestions:
         """An operator has selected rows: ``made`` of ``args``."""
         if func not in SELECTS or not isinstance(made, torch.Tensor) or is_transformed(made):
             return
-        for size in made.shape:
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr not in self.counts:
-                mask = _mask(func, args)
-                if mask is not None:
-                    self.counts[size.node.expr] = mask.sum()
+        for symbol in [s for size in made.shape for s in _symbols(size) if s not in self.counts]:
+            mask = _mask(func, args)
+            if mask is not None:
+                self.counts[symbol] = mask.sum()
+
+
+def _symbols(size: Any) -> Sequence[Any]:
+    """What a size is computed of."""
+    return tuple(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else ()
 
 
 def _mask(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
