@@ -122,16 +122,20 @@ def _looked_up(rows: AllRows, node: fx.Node) -> bool:
 def ranked(rows: AllRows, node: fx.Node, kept: bool = False) -> None:
     """Places along selected rows become numbers among these, but where they say which row is looked up."""
 
-    def number(own: fx.Node) -> fx.Node:
-        if own not in rows.places or (kept and own is node.args[2]):
-            return own
-        counted = rows.emit(aten.cumsum.default, rows.full_mask(rows.places[own]), 0)
-        ranks = rows.emit(aten.clamp_min.default, rows.emit(aten.sub.Tensor, counted, 1), 0)
-        made = rows.emit(aten.index.Tensor, ranks, [own])
-        rows.dims[made] = rows.dims_of(own)
-        return made
+    def own(argument: fx.Node) -> fx.Node:
+        is_read = kept and argument is node.args[2]
+        return rank(rows, argument) if argument in rows.places and not is_read else argument
 
-    node.args, node.kwargs = map_nodes((node.args, node.kwargs), number)
+    node.args, node.kwargs = map_nodes((node.args, node.kwargs), own)
+
+
+def rank(rows: AllRows, places: fx.Node) -> fx.Node:
+    """The numbers that places along selected rows have among these."""
+    counted = rows.emit(aten.cumsum.default, rows.full_mask(rows.places[places]), 0)
+    numbers = rows.emit(aten.clamp_min.default, rows.emit(aten.sub.Tensor, counted, 1), 0)
+    made = rows.emit(aten.index.Tensor, numbers, [places])
+    rows.dims[made] = rows.dims_of(places)
+    return made
 
 
 def _arguments(rows: AllRows, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

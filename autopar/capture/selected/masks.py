@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.selected.by_rule import by_rule, rule_of
+from autopar.capture.selected.by_rule import by_rule, rank, rule_of
 from autopar.capture.selected.dims import (
     Dim,
     Dims,
@@ -156,13 +156,12 @@ def _mask_of(rows: AllRows, x: fx.Node, indices: Sequence[Any]) -> tuple[int, in
 
 def _look_up(rows: AllRows, node: fx.Node, x: fx.Node, indices: list[Any]) -> None:
     """Rows by number, of a tensor that has all of them, or by their places among selected ones."""
-    safe = [None if i is None else rows.index(i) for i in indices]
-    for d, i in enumerate(indices):
-        dim = rows.dims_of(x)[d]
-        if i is not None and dim is not None and rows.places.get(i) != dim:
-            rows.refuse("it numbers rows, of which a graph has others, too")
-        if i is not None and dim is None and i in rows.places:
-            rows.refuse("it looks up in another tensor by numbers of rows")
+    _require_places(rows, x, indices)
+    if _is_pick(rows, x, indices):
+        found = rows.emit(aten.gather.default, x, 1, _shown(rows, indices[1]))
+        rows.become(aten.reshape.default, (found, [x.meta["val"].shape[0]]), None, rows.dims_of(x)[:1])
+        return
+    safe = _safe(rows, x, indices)
     node.args = (x, safe)
     rule, sizes = rule_of(rows, node)
     looked_up = {c for d, i in enumerate(indices) if i is not None for c in rule.inputs[0][d]}
@@ -196,12 +195,14 @@ def put(rows: AllRows, node: fx.Node) -> None:
         else:
             rows.become(aten.where.self, (mask, values, x), None, dims)
         return
-    by_place = [i for d, i in enumerate(indices) if i is not None and rows.dims_of(x)[d] is not None]
-    if any(rows.places.get(i) != rows.dims_of(x)[d] for d, i in enumerate(indices) if i in by_place):
-        rows.refuse("it numbers rows, of which a graph has others, too")
+    _require_places(rows, x, indices)
     if not adds:
         rows.refuse("rows that two of them are written to would have the value of one that is left out")
-    safe = [None if i is None else rows.index(i) for i in indices]
+    if _is_pick(rows, x, indices) and values.meta["val"].ndim == 1:
+        source = rows.emit(aten.unsqueeze.default, values, 1)
+        rows.become(aten.scatter_add.default, (x, 1, _shown(rows, indices[1]), source), None, rows.dims_of(x))
+        return
+    safe = _safe(rows, x, indices)
     taken = rows.emit(aten.index.Tensor, x, safe)
     used = [rows.dims_of(i) for i in safe if i is not None]
     rule, sizes = _rule_of_take(rows, taken)
@@ -214,6 +215,36 @@ def put(rows: AllRows, node: fx.Node) -> None:
     values = rows.filled(_broadcast(rows, values, list(taken.meta["val"].shape), wanted), 0)
     rows.graph.erase_node(taken)
     rows.become(aten.index_put.default, (x, safe, values, True), None, rows.dims_of(x))
+
+
+def _require_places(rows: AllRows, x: fx.Node, indices: Sequence[Any]) -> None:
+    """Selected rows are looked up by their places alone: a number is that of another row where all are there."""
+    for d, i in enumerate(indices):
+        dim = rows.dims_of(x)[d]
+        if i is not None and dim is not None and rows.places.get(i) != dim:
+            rows.refuse("it numbers rows, of which a graph has others, too")
+
+
+def _safe(rows: AllRows, x: fx.Node, indices: Sequence[Any]) -> list[Any]:
+    """Indices that all name an element of a tensor."""
+    there = rows.dims_of(x)
+    found: list[Any] = []
+    for d, i in enumerate(indices):
+        own = rank(rows, i) if i in rows.places and there[d] is None else i
+        found.append(None if i is None else rows.index(own))
+    return found
+
+
+def _is_pick(rows: AllRows, x: fx.Node, indices: Sequence[Any]) -> bool:
+    """``x[arange(n), labels]``: of each row one element."""
+    if len(indices) != 2 or len(rows.dims_of(x)) != 2 or None in indices or rows.dims_of(x)[1] is not None:
+        return False
+    own, there = rows.dims_of(indices[1]), rows.dims_of(x)[:1]
+    return own == there == rows.dims_of(indices[0]) and rows.places.get(indices[0]) == there[0] is not None
+
+
+def _shown(rows: AllRows, index: fx.Node) -> fx.Node:
+    return rows.emit(aten.unsqueeze.default, rows.index(index), 1)
 
 
 def _rule_of_take(rows: AllRows, taken: fx.Node) -> Any:
@@ -243,6 +274,17 @@ def _broadcast(rows: AllRows, values: fx.Node, shape: Sequence[int], wanted: Dim
         values = rows.emit(aten.expand.default, values, list(shape))
     rows.dims[values] = wanted
     return values
+
+
+def index_select(rows: AllRows, node: fx.Node) -> None:
+    """Rows by number."""
+    x, d, index = arguments(node)[:3]
+    if x.meta["val"].ndim and index.meta["val"].ndim and rows.dims_of(x)[d] is None:
+        node.args = (x, [*[None] * (d % x.meta["val"].ndim), index])
+        node.target = aten.index.Tensor
+        take(rows, node)
+    else:
+        by_rule(rows, node)
 
 
 def add_by_index(rows: AllRows, node: fx.Node) -> None:

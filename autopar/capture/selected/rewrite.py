@@ -37,6 +37,7 @@ CALLS: dict[Any, Call] = {
     aten.masked_scatter_backward.default: masks.masked_gather, aten.flip.default: shapes.flip,
     aten._native_batch_norm_legit_functional.default: batch_norm.forward,
     aten.native_batch_norm_backward.default: batch_norm.backward,
+    aten.index_select.default: masks.index_select,
     aten.index_copy.default: masks.add_by_index, aten.index_add.default: masks.add_by_index,
     aten.scatter_add.default: masks.add_by_index,
     aten.select.int: masks.column, aten.unbind.int: masks.column, aten.slice.Tensor: shapes.slice_,

@@ -177,10 +177,12 @@ def reshape(rows: AllRows, node: fx.Node) -> None:
     dims = _regrouped(list(x.meta["val"].shape), rows.dims_of(x), shape)
     if dims is None:
         rows.refuse("it divides rows between dims")
-    told = rows.places.get(x)
     rows.become(aten.reshape.default, (x, shape), None, dims)
-    if told is not None:
-        rows.places[node] = told
+    if x in rows.places:
+        rows.places[node] = rows.places[x]
+    told = rows.coordinates.get(x)
+    if told is not None and len(shape) == 1 and (len(told[1]) == 1 or told[2] is not None):
+        rows.coordinates[node] = told[0], told[1], told[2] or 0  # its one column
 
 
 def _regrouped(before: list[int], dims: Dims, after: list[int]) -> Dims | None:
