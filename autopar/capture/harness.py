@@ -306,6 +306,7 @@ class Harness(nn.Module):
         required = self.model.training
         found = results_of(output, self.loss, training=self.differentiable, required=required, more=more)
         self.seen.results = found
+        self._require_sizes(found.tensors)
         if self.record is None:
             return found.tensors
         named: dict[tuple[str, str], torch.Tensor] = {("parameter", n): p for n, p in self.model.named_parameters()}
@@ -320,6 +321,17 @@ class Harness(nn.Module):
         # The tracer counts a view of an input as no output of its own, and gives it no gradient: such ones are copied.
         inputs = {id(t) for t in named.values()}
         return tuple(t.clone() if t._is_view() or id(t) in inputs else t for t in found.tensors)
+
+    @staticmethod
+    def _require_sizes(results: Sequence[torch.Tensor]) -> None:
+        """Refuse results of as many rows as a mask selects."""
+        for tensor in results:
+            if any(isinstance(n, torch.SymInt) for n in tensor.shape):
+                raise CaptureError(
+                    "the model returns, or keeps, what a mask selects (x[mask], masked_select, nonzero), of "
+                    f"{tensor.ndim} dims: how many rows that are depends on the batch, and every call of a graph has "
+                    "results of the same shape; return all rows and the mask, or what is computed of them"
+                )
 
     def _add_state(
         self,

@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import re
@@ -47,7 +48,7 @@ from autopar._torch_compat import (
     suggest_memory_format,
     without_modes,
 )
-from autopar.capture.checks.after_step import CHECK_MATRICES, Check, check_count, check_matrices, check_some, refusal
+from autopar.capture.checks.after_step import CHECK_MATRICES, Check, check_between, check_count, check_matrices, refusal
 from autopar.capture.checks.conditions import Conditions, calling_frame
 from autopar.capture.checks.statements import is_argument_of
 from autopar.capture.functions.drawing import DRAWING, drawn
@@ -196,15 +197,16 @@ class Intercepts(TorchFunctionMode):
             self._memory.setdefault(storage_id(t), []).append((*extent(t), name, t))
         self.checked: list[tuple[torch.Tensor, str, bool]] = []
         self.conditions = Conditions()
-        self.required: list[tuple[torch.Tensor, Callable[[], None], int]] = []
+        self.required: list[tuple[torch.Tensor, Callable[[], None], int, int]] = []
         self.stride_read = ""
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """While it lasts, calls are changed."""
-        cond, batch_norm = torch.cond, BatchNorm.forward
+        cond, batch_norm, length = torch.cond, BatchNorm.forward, builtins.len
         # Replaced at torch itself: its own version would trace the branches as graphs within the graph.
         torch.cond = _cond
+        builtins.len = self.rows.length
         BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
             with (
@@ -219,7 +221,7 @@ class Intercepts(TorchFunctionMode):
             ):
                 yield
         finally:
-            torch.cond = cond
+            torch.cond, builtins.len = cond, length
             BatchNorm.forward = batch_norm  # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -304,19 +306,18 @@ class Intercepts(TorchFunctionMode):
     def _require(self, condition: torch.Tensor, function: str, values: str) -> None:
         """After a step, raise where none of ``condition`` is true."""
         line = "{}:{}".format(*user_frame())
-        self.required.append((condition.sum(), refusal(f"{function} was given {values}; at {line}"), 1))
+        self.required.append((condition.sum(), refusal(f"{function} was given {values}; at {line}"), 1, sys.maxsize))
 
     def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check, ...]:
         """What is to be checked after a step."""
         self.conditions.close()
         matrices = [functools.partial(check_matrices, leaf(info), name, single) for info, name, single in self.checked]
         invalid = [functools.partial(check_count, leaf(n), fail) for n, fail in self.conditions.found]
-        required = [*self.required, *self.rows.checks()]
-        return (
-            *matrices,
-            *invalid,
-            *(functools.partial(check_some, leaf(n), fail, least) for n, fail, least in required),
-        )
+        required = [
+            functools.partial(check_between, leaf(n), fail, bounds)
+            for n, fail, *bounds in (*self.required, *self.rows.checks())
+        ]
+        return (*matrices, *invalid, *required)
 
 
 def _name(func: Any) -> str:
@@ -406,8 +407,9 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _LERP:
             # Under jvp the kernel that checks shapes in functionalization fails, as in `torch.quantile`.
             return args[0].copy_(torch.ops.aten.lerp.Tensor(*args))
+        args = self.rows.same(func, args)
         made = self.known.run(func, args, kwargs or {})
-        self.rows.note(func, args, made)
+        self.rows.note(func, args, kwargs or {}, made)
         return made
 
 

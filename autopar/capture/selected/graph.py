@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from autopar.capture.selected.alike import Alike
 from autopar.capture.selected.dims import Dim, Dims, Factor, size_of
 from autopar.errors import CaptureError
-from autopar.ir.graph import computed, insert_call, map_nodes, producer, user_line, values_of
+from autopar.ir.graph import computed, insert_call, producer, user_line, values_of
 
 aten = torch.ops.aten
 
@@ -45,6 +46,8 @@ class AllRows:
         coordinates: what ``nonzero`` of a mask gives: the mask's number, its shape, and the column, None for all.
         parts: of a concatenation's mask, where each part of it begins, its dim and its size.
         flipped: of dims, those in the other order.
+        fixed: of masks that select a number of elements that is known, that.
+        alike: which nodes are computed alike.
         true: tensors of booleans that are true of every selected row.
     """
 
@@ -61,10 +64,10 @@ class AllRows:
         self.sizes: dict[Any, int] = {}  # by torch's symbols
         self._by_size: dict[Any, Dim] = {}
         self._unclear: set[Any] = set()
-        self._numbers: dict[Any, int] = {}
-        self._number_of: dict[fx.Node, int] = {}
         self._gone: set[fx.Node] = set()
         self.true: set[fx.Node] = set()
+        self.fixed: dict[int, int] = {}
+        self.alike = Alike()
 
     def run(self, calls: Mapping[Any, Call], others: Call) -> None:
         """Rewrite all nodes.
@@ -146,24 +149,9 @@ class AllRows:
             self.refuse("a tensor of as many rows is made, of which several masks, or none, may be meant")
         return self._by_size[size.node.expr]
 
-    def number(self, node: fx.Node) -> int:
-        """The same for tensors that are computed alike."""
-        if node not in self._number_of:
-            args, kwargs = map_nodes((node.args, node.kwargs), lambda n: f"%{self.number(n)}")
-            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            # What an operator of somebody else's does a second time is not known.
-            alike = getattr(node.target, "namespace", "aten") in ("aten", "prims") and not random
-            key: Any = (
-                node
-                if node.op != "call_function" or not alike
-                else (str(node.target), repr(args), repr(sorted(kwargs.items())))
-            )
-            self._number_of[node] = self._numbers.setdefault(key, len(self._numbers))
-        return self._number_of[node]
-
     def select(self, mask: fx.Node) -> Dim:
         """The dim of what a mask ``[size]`` selects."""
-        number = self.number(mask)
+        number = self.alike.number(mask)
         self.masks.setdefault(number, mask)
         return (Factor(mask.meta["val"].shape[0], number),)
 
@@ -273,6 +261,8 @@ class AllRows:
     # Steps.
 
     def _touches(self, node: fx.Node) -> bool:
+        if selects(node):
+            return True
         if any(a in table for a in node.all_input_nodes for table in (self.places, self.coordinates)):
             return True
         if any(is_symbolic(v) for v in (*values_of(node), *(a.meta.get("val") for a in node.all_input_nodes))):
@@ -315,7 +305,11 @@ class AllRows:
             for n, size, dim in zip(value.shape, shape, dims, strict=False):
                 symbolic = is_symbolic_size(size)
                 fits = fits and n == self.size(size) and (dim is not None) == symbolic
-                if fits and symbolic and self._by_size.setdefault(size.node.expr, dim) != dim:
+                if (
+                    fits
+                    and symbolic
+                    and self._by_size.setdefault(size.node.expr, dim) not in (dim, self.flipped.get(dim))
+                ):
                     self._unclear.add(size.node.expr)
             if not fits:
                 self.refuse(f"what it gives, {list(shape)}, cannot be told from the masks alone")
@@ -350,17 +344,28 @@ def arguments(node: fx.Node, name: str = "") -> Any:
     return node.kwargs.get(name) if name else node.args
 
 
+def selects(node: fx.Node) -> bool:
+    """Whether it selects, or writes, what a mask says."""
+    if node.target in (aten.masked_select.default, aten.nonzero.default):
+        return True
+    if node.target not in (aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default):
+        return False
+    indices = arguments(node)[1]
+    return any(i is not None and i.meta["val"].dtype in (torch.bool, torch.uint8) for i in indices)
+
+
 def is_symbolic_size(size: Any) -> bool:
     """Whether a size depends on the batch."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether a size of a value, or a number, depends on the batch."""
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return True
+    """Whether a size of a value, or a number, is one of torch's, which may depend on the batch."""
+    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
     values = value if isinstance(value, tuple | list) else (value,)
-    return any(is_symbolic_size(n) for v in values if isinstance(v, torch.Tensor) for n in v.shape)
+    return isinstance(value, numbers) or any(
+        isinstance(n, numbers) for v in values if isinstance(v, torch.Tensor) for n in v.shape
+    )
 
 
 def _listed(dims: Any) -> list[Dims]:

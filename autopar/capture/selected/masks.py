@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,13 @@ from autopar.capture.selected.dims import (
     Dim,
     Dims,
     Factor,
+    Selected,
     by_letter,
     merged,
     outputs_by_letter,
     size_of,
 )
-from autopar.capture.selected.graph import AllRows, arguments
+from autopar.capture.selected.graph import AllRows, arguments, is_symbolic_size
 
 aten = torch.ops.aten
 
@@ -41,9 +43,16 @@ def take(rows: AllRows, node: fx.Node) -> None:
         return
     first, ndim, dim = found
     assert dim is not None
-    _enter(rows, node.meta["val"].shape[first], dim)
+    size = node.meta["val"].shape[first]
     shape = list(x.meta["val"].shape)
     dims = rows.dims_of(x)
+    if not is_symbolic_size(size):
+        flat = rows.emit(aten.reshape.default, x, [*shape[:first], size_of(dim), *shape[first + ndim :]])
+        places = _places(rows, dim, int(size))
+        own = (*dims[:first], None, *dims[first + ndim :])
+        rows.become(aten.index.Tensor, (flat, [*[None] * first, places]), None, own)
+        return
+    _enter(rows, size, dim)
     made = [*shape[:first], size_of(dim), *shape[first + ndim :]]
     rows.become(aten.reshape.default, (x, made), None, (*dims[:first], dim, *dims[first + ndim :]))
 
@@ -121,6 +130,21 @@ def masked_gather(rows: AllRows, node: fx.Node) -> None:
     rows.become(aten.reshape.default, (grad, shape), None, dims)
 
 
+def _places(rows: AllRows, dim: Selected, size: int) -> fx.Node:
+    """Where the elements are that a mask selects, whose number is known: a check of the step is that there are so many.
+
+    Args:
+        rows: the graph.
+        dim: what is selected.
+        size: how many elements that is.
+    """
+    (factor,) = dim
+    if factor.mask is not None:
+        rows.fixed[factor.mask] = size
+    order = rows.emit(aten.sort.stable, rows.full_mask(dim), stable=True, dim=0, descending=True)
+    return rows.emit(aten.slice.Tensor, rows.emit(operator.getitem, order, 1), 0, 0, size)
+
+
 def _enter(rows: AllRows, size: Any, dim: Dim) -> None:
     if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
         rows.enter(size, dim)
@@ -185,6 +209,14 @@ def put(rows: AllRows, node: fx.Node) -> None:
         flat = [*shape[:first], size_of(dim), *shape[first + ndim :]]
         dims = rows.dims_of(x)
         wanted = (*dims[:first], dim, *dims[first + ndim :])
+        if len(dim) == 1 and dim[0].mask in rows.fixed and values.meta["val"].ndim == len(flat):
+            # As many values as are known to be selected.
+            places = _places(rows, dim, rows.fixed[dim[0].mask])
+            there = rows.emit(aten.reshape.default, x, flat)
+            index = [*[None] * first, places]
+            put_ = rows.emit(aten.index_put.default, there, index, values, adds)
+            rows.become(aten.reshape.default, (put_, shape), None, dims)
+            return
         values = _broadcast(rows, values, flat, wanted)
         mask = rows.emit(aten.reshape.default, rows.full_mask(dim), _aligned(shape, first, ndim))
         values = rows.emit(aten.reshape.default, values, shape)

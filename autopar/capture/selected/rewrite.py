@@ -26,7 +26,7 @@ from torch import fx
 
 from autopar.capture.selected import batch_norm, masks, reductions, shapes
 from autopar.capture.selected.by_rule import by_rule
-from autopar.capture.selected.graph import AllRows, Call, is_symbolic
+from autopar.capture.selected.graph import AllRows, Call, is_symbolic, selects
 
 aten = torch.ops.aten
 
@@ -75,5 +75,5 @@ def with_all_rows(graph: fx.Graph) -> None:
     Raises:
         CaptureError: selected rows go into something that is not known to be right with the others.
     """
-    if any(is_symbolic(n.meta.get("val")) for n in graph.nodes):
+    if any(is_symbolic(n.meta.get("val")) or selects(n) for n in graph.nodes):
         AllRows(graph).run(CALLS, by_rule)
