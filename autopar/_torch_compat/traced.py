@@ -34,7 +34,10 @@ def sizes_of_rows(answer: Callable[[Any], bool | None]) -> Any:
             try:
                 return super().evaluate_expr(orig_expr, *args, **kwargs)
             except GuardOnDataDependentSymNode:
-                found = answer(orig_expr) if isinstance(orig_expr, sympy.logic.boolalg.Boolean) else None
+                is_condition = isinstance(
+                    orig_expr, sympy.core.relational.Relational | sympy.logic.boolalg.BooleanFunction
+                )
+                found = answer(orig_expr) if is_condition else None
                 if found is None:
                     raise
                 return sympy.true if found else sympy.false

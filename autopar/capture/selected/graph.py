@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.capture.selected.alike import Alike
-from autopar.capture.selected.dims import Dim, Dims, Factor, size_of
+from autopar.capture.selected.dims import Dim, Dims, Factor, Selected, size_of
 from autopar.errors import CaptureError
 from autopar.ir.graph import computed, insert_call, producer, user_line, values_of
 
@@ -160,6 +160,11 @@ class AllRows:
         assert dim is not None
         self.sizes[size.node.expr] = size_of(dim)
 
+    def known(self, dim: Selected) -> int | None:
+        """How many elements of a dim are selected, where that is known."""
+        mask = dim[0].mask if len(dim) == 1 else None
+        return None if mask is None else self.fixed.get(mask)
+
     def full_mask(self, dim: Dim) -> fx.Node:
         """The booleans of a dim, ``[size]``."""
         assert dim is not None
@@ -261,7 +266,7 @@ class AllRows:
     # Steps.
 
     def _touches(self, node: fx.Node) -> bool:
-        if selects(node):
+        if selects(node) or (self.fixed and node.target is aten.index_put.default and _has_mask(node)):
             return True
         if any(a in table for a in node.all_input_nodes for table in (self.places, self.coordinates)):
             return True
@@ -345,11 +350,13 @@ def arguments(node: fx.Node, name: str = "") -> Any:
 
 
 def selects(node: fx.Node) -> bool:
-    """Whether it selects, or writes, what a mask says."""
+    """Whether it selects what a mask says."""
     if node.target in (aten.masked_select.default, aten.nonzero.default):
         return True
-    if node.target not in (aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default):
-        return False
+    return node.target in (aten.index.Tensor, aten._unsafe_index.Tensor) and _has_mask(node)
+
+
+def _has_mask(node: fx.Node) -> bool:
     indices = arguments(node)[1]
     return any(i is not None and i.meta["val"].dtype in (torch.bool, torch.uint8) for i in indices)
 

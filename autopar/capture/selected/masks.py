@@ -209,9 +209,13 @@ def put(rows: AllRows, node: fx.Node) -> None:
         flat = [*shape[:first], size_of(dim), *shape[first + ndim :]]
         dims = rows.dims_of(x)
         wanted = (*dims[:first], dim, *dims[first + ndim :])
-        if len(dim) == 1 and dim[0].mask in rows.fixed and values.meta["val"].ndim == len(flat):
+        known = rows.known(dim)
+        if all(d is None for d in (*dims, *rows.dims_of(values))) and known is None:
+            rows.become(node.target, (x, indices, values, adds), None, dims)  # as many values as the model says
+            return
+        if known is not None and values.meta["val"].ndim == len(flat):
             # As many values as are known to be selected.
-            places = _places(rows, dim, rows.fixed[dim[0].mask])
+            places = _places(rows, dim, known)
             there = rows.emit(aten.reshape.default, x, flat)
             index = [*[None] * first, places]
             put_ = rows.emit(aten.index_put.default, there, index, values, adds)
@@ -221,7 +225,8 @@ def put(rows: AllRows, node: fx.Node) -> None:
         mask = rows.emit(aten.reshape.default, rows.full_mask(dim), _aligned(shape, first, ndim))
         values = rows.emit(aten.reshape.default, values, shape)
         if adds:
-            zero = rows.emit(aten.scalar_tensor.default, 0, dtype=x.meta["val"].dtype)
+            like = x.meta["val"]
+            zero = rows.emit(aten.scalar_tensor.default, 0, dtype=like.dtype, device=like.device)
             values = rows.emit(aten.where.self, mask, values, zero)
             rows.become(aten.add.Tensor, (x, values), None, dims)
         else:
