@@ -57,6 +57,7 @@ CALLS: dict[Any, Call] = {
             aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_like.default, aten.ones_like.default,
             aten.full_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
             aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
+            aten.empty_strided.default, aten.new_empty_strided.default,
         ),
         shapes.full,
     ),

@@ -100,7 +100,9 @@ def full(rows: AllRows, node: fx.Node) -> None:
     value = node.meta["val"]
     target: Any = node.target
     name = target._schema.name.split("::")[1]
-    fill: Any = {"zeros": 0, "ones": 1, "empty": 0}.get(name.removeprefix("new_").removesuffix("_like"))
+    fill: Any = {"zeros": 0, "ones": 1, "empty": 0, "empty_strided": 0}.get(
+        name.removeprefix("new_").removesuffix("_like")
+    )
     if fill is None:
         fill = node.args[1] if name != "new_full" else node.args[2]
     like = node.args[0] if name.endswith("_like") else None
