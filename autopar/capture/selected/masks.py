@@ -120,7 +120,7 @@ def masked_scatter(rows: AllRows, node: fx.Node) -> None:
 
 
 def masked_gather(rows: AllRows, node: fx.Node) -> None:
-    """The gradient of what `_masked_scatter` puts: the same elements."""
+    """The gradient of what `masked_scatter` puts: the same elements."""
     grad, mask, shape = arguments(node)[:3]
     dims = tuple(rows.dim_of_size(n) for n in shape)
     shape = rows.size(shape)
@@ -214,7 +214,6 @@ def put(rows: AllRows, node: fx.Node) -> None:
             rows.become(node.target, (x, indices, values, adds), None, dims)  # as many values as the model says
             return
         if known is not None and values.meta["val"].ndim == len(flat):
-            # As many values as are known to be selected.
             places = _places(rows, dim, known)
             there = rows.emit(aten.reshape.default, x, flat)
             index = [*[None] * first, places]

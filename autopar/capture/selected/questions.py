@@ -66,7 +66,8 @@ class RowQuestions:
 
     def forget(self) -> None:
         """A trace begins anew."""
-        self.__init__()  # type: ignore[misc]
+        for table in (self.required, self._selections, self._made, self._alike):
+            table.clear()
 
     def answer(self, asked: Any) -> bool | None:
         """What code is told; None: that depends on how many rows there are.
