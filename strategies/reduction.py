@@ -102,7 +102,7 @@ rule(aten.aminmax.default)(lambda x, *, dim=None, keepdim=False: _whole(2)(x, di
 def count_nonzero(x: Spec, dim: Dim = None) -> Rule:
     """How many are not zero: counts of parts add up."""
     equation, reduced = whole_equation(x, dim, keepdim=False)
-    return Rule(equation, reduce=reduced)
+    return Rule(equation, reduce=reduced, zero=True)
 
 
 def _variance(x: Spec, dim: Dim, correction: float, keepdim: bool, *, root: bool) -> Rule:
@@ -176,10 +176,13 @@ def _norm(target: Any) -> Callable[..., Rule]:
             total = context.all_reduce(powers, "sum")
             return aten.mul.Tensor(aten.pow.Tensor_Scalar(total, 1 / power), scale)
 
+        # Zeros add nothing to sums of powers, and are no maximum.
+        padded = dict.fromkeys(reduced, Padding((0.0,))) if power >= 0 else {}
         # A maximum, which the lowering's powers cannot express.
         if math.isinf(power) or not x.ndim:
-            return Rule(equation, blocked=reduced)
-        return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, anywhere=True)))
+            return Rule(equation, blocked=reduced, padded=padded)
+        lower = dict.fromkeys(reduced, Lowering(build, anywhere=True))
+        return Rule(equation, keep=reduced, lower=lower, padded=padded)
 
     return norm
 
@@ -261,7 +264,12 @@ def product(x: Spec, dim: int, keepdim: bool = False, *, dtype: Any = None) -> R
     def build(context: Any, *args: Any, **kwargs: Any) -> Any:
         return aten.prod.dim_int(context.all_gather(aten.prod.dim_int(*args, **kwargs)), 0)
 
-    return _whole_or_lowered(x, dim, keepdim, build)
+    return _padded(_whole_or_lowered(x, dim, keepdim, build), 1.0)
+
+
+def _padded(found: Rule, neutral: float) -> Rule:
+    """A reduction whose padding holds what changes nothing."""
+    return replace(found, padded=dict.fromkeys(found.keep + found.blocked, Padding((neutral,))))
 
 
 def _vote(target: Any, every: bool) -> Callable[..., Rule]:
@@ -275,7 +283,8 @@ def _vote(target: Any, every: bool) -> Callable[..., Rule]:
         return aten.logical_not.default(some) if every else some
 
     def vote(x: Spec, dim: Dim = None, keepdim: bool = False) -> Rule:
-        return _whole_or_lowered(x, dim, keepdim, None if x.dtype == torch.uint8 else build)  # bytes give bytes
+        found = _whole_or_lowered(x, dim, keepdim, None if x.dtype == torch.uint8 else build)  # bytes give bytes
+        return _padded(found, float(every))
 
     return vote
 
@@ -299,4 +308,5 @@ def logsumexp(x: Spec, dim: Dim, keepdim: bool = False) -> Rule:
         shift = largest if keepdim else aten.sum.dim_IntList(largest, along, False)
         return aten.add.Tensor(aten.log.default(total), shift)
 
-    return _whole_or_lowered(x, dim, keepdim, build if x.dtype.is_floating_point and x.ndim else None)
+    found = _whole_or_lowered(x, dim, keepdim, build if x.dtype.is_floating_point and x.ndim else None)
+    return _padded(found, -math.inf) if x.dtype.is_floating_point else found

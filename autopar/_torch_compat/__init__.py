@@ -4,7 +4,7 @@ from torch._decomp import get_decompositions
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -87,6 +87,7 @@ from autopar._torch_compat.traced import (
     is_tracing,
     is_transformed,
     is_transforming,
+    sizes_of_rows,
     traced_graph,
     traced_node,
     traced_root,
@@ -97,6 +98,7 @@ __all__ = [
     "BatchNorm",
     "BoxedCodeGen",
     "DTensorSpec",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "LazyGraphModule",
@@ -170,6 +172,7 @@ __all__ = [
     "scaled_mm",
     "selective_policy",
     "set_group_timeout",
+    "sizes_of_rows",
     "spec_in",
     "storage_id",
     "suggest_memory_format",

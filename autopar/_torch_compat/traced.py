@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,31 @@ def aot_export_joint_with_descriptors(*arguments: Any, **options: Any) -> Any:
     # The graph is rewritten before anything runs: no Python code is made of it.
     with _use_lazy_graph_module(True):
         return export(*arguments, **options)
+
+
+def sizes_of_rows(answer: Callable[[Any], bool | None]) -> Any:
+    """What gives fake tensors symbols for sizes that depend on values, as of ``x[mask]``, and none for values.
+
+    Args:
+        answer: says whether a condition of such sizes, a `sympy` expression, is to hold; None: torch raises.
+    """
+    import sympy
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+    class Sizes(ShapeEnv):
+        def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().evaluate_expr(orig_expr, *args, **kwargs)
+            except GuardOnDataDependentSymNode:
+                is_condition = isinstance(
+                    orig_expr, sympy.core.relational.Relational | sympy.logic.boolalg.BooleanFunction
+                )
+                found = answer(orig_expr) if is_condition else None
+                if found is None:
+                    raise
+                return sympy.true if found else sympy.false
+
+    return Sizes(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
 
 
 def traced_graph() -> Any:

@@ -196,7 +196,8 @@ def _is_taken(
     # Torch's operators know what `torch.func` does to them.
     if any(is_transformed(t) for t in (*tensors, mask) if t is not None):
         return False
-    alike = len({(t.dtype, t.device, t.shape[0]) for t in tensors}) == 1
+    # Sizes are compared, not hashed: what a mask selects has a symbol.
+    alike = all((t.dtype, t.device, t.shape[0]) == (query.dtype, query.device, query.shape[0]) for t in tensors)
     if query.ndim not in (3, 4) or not alike or not all(t.numel() for t in tensors) or not 0 <= dropout_p < 1:
         return False
     fits = key.shape[:-1] == value.shape[:-1] and query.shape[-1] == key.shape[-1]

@@ -31,6 +31,7 @@ from autopar._torch_compat import (
     dropout_of_nothing,
     recurrent_dropout,
     resampling_as_operators,
+    sizes_of_rows,
     storage_id,
     without_ordered_effects,
     without_trackers,
@@ -44,6 +45,8 @@ from autopar.capture.harness import Harness, LossFunction
 from autopar.capture.intercepts import extent, refused_view
 from autopar.capture.origins import record_origins
 from autopar.capture.outside import require_own_seeds
+from autopar.capture.selected.questions import RowQuestions
+from autopar.capture.selected.rewrite import with_all_rows
 from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_modules
 from autopar.capture.state.known import of_buffers
 from autopar.capture.state.record import Record
@@ -197,7 +200,10 @@ def _attempt(
         _MoreConstantsError: it failed, and may not without ``promote`` or ``track``.
     """
     # The model's own constants may be real tensors; torch makes them fake as they are met.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # What a mask selects has a symbol for its size, until `with_all_rows`; nothing else has.
+    questions = RowQuestions()
+    sizes = sizes_of_rows(questions.answer)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
     dtypes = [compute] * arguments.tensors + [None] * len(arguments.numbers)
     given = zip(tensors, dtypes, strict=True)
     fakes = tuple(_fake_tensor(t, mode, dtype).requires_grad_(t.requires_grad) for t, dtype in given)
@@ -208,7 +214,9 @@ def _attempt(
     known = of_buffers(model)
     with swapped(model, fake, training, compute, promote) as (inputs, references):
         record = Record(model)
-        harness = Harness(model, arguments, loss_fn, training, loss, recorder, record, track, inputs, references, known)
+        harness = Harness(
+            model, arguments, loss_fn, training, loss, recorder, record, track, inputs, references, known, questions
+        )
         with record.noted():
             try:
                 with torch.set_grad_enabled(training), _quiet(), backward_watched(model, record):
@@ -302,6 +310,7 @@ def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
         # Torch's annotations become what passes carry along: regions, stacks of modules, lines.
         record_origins(joint.graph)
         mark(joint.graph)
+        with_all_rows(joint.graph)
         return joint
     except CaptureError:
         raise

@@ -22,6 +22,7 @@ from autopar.capture.functions.kinds import classes_of_eager, mark_parameter
 from autopar.capture.intercepts import Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.outside import counting_optimizers_refused, refused
+from autopar.capture.selected.questions import RowQuestions
 from autopar.capture.state.code.caches import uncached
 from autopar.capture.state.hooks import Hooks, Observation, Place, observations
 from autopar.capture.state.known import KnownValues, OfBuffers, Reads
@@ -96,10 +97,11 @@ class Harness(nn.Module):
         promoted: Collection[str] = (),
         references: Sequence[Reference] = (),
         of_buffers: OfBuffers | None = None,
+        questions: RowQuestions | None = None,
     ) -> None:
         """With a ``record`` of the model's state, each call begins with that, and what it changes is returned, too.
 
-        ``of_buffers`` is what is known of buffers.
+        ``of_buffers`` is what is known of buffers, ``questions`` are those about numbers of rows.
         """
         super().__init__()
         self.model = model
@@ -111,6 +113,7 @@ class Harness(nn.Module):
         self.record, self.tracked, self.promoted = record, tracked, promoted
         self.aliases, self.references = aliases_of(model), references
         self.of_buffers = of_buffers or OfBuffers()
+        self.questions = questions or RowQuestions()
         # To tell parameters that a lazy module makes in forward.
         self.parameter_names = {name for name, _ in model.named_parameters()}
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -139,6 +142,7 @@ class Harness(nn.Module):
         if self.record is None:
             return self._results(self._call(self.arguments.fill(tensors, numbers)), tensors, None)
         self._restore()
+        self.questions.forget()
         if self.tracked and self.seen.numbers is not None:
             self.record.track(self.seen.numbers)
         self.record.guard_iterators()
@@ -154,7 +158,9 @@ class Harness(nn.Module):
         origins, hooks, intercepts = (
             Origins(self),
             Hooks(self.model, self.record, self.seen.counted_by_hooks),
-            Intercepts(named, partial(where_kept, self.model), tensors, KnownValues(buffers, self.of_buffers)),
+            Intercepts(
+                named, partial(where_kept, self.model), tensors, KnownValues(buffers, self.of_buffers), self.questions
+            ),
         )
         with self._traced(origins, hooks, intercepts):
             output, contents = without_python_draws(lambda: self._called(self.arguments.fill(tensors, numbers)))
@@ -300,6 +306,7 @@ class Harness(nn.Module):
         required = self.model.training
         found = results_of(output, self.loss, training=self.differentiable, required=required, more=more)
         self.seen.results = found
+        self._require_sizes(found.tensors)
         if self.record is None:
             return found.tensors
         named: dict[tuple[str, str], torch.Tensor] = {("parameter", n): p for n, p in self.model.named_parameters()}
@@ -314,6 +321,17 @@ class Harness(nn.Module):
         # The tracer counts a view of an input as no output of its own, and gives it no gradient: such ones are copied.
         inputs = {id(t) for t in named.values()}
         return tuple(t.clone() if t._is_view() or id(t) in inputs else t for t in found.tensors)
+
+    @staticmethod
+    def _require_sizes(results: Sequence[torch.Tensor]) -> None:
+        """Refuse results of as many rows as a mask selects."""
+        for tensor in results:
+            if any(isinstance(n, torch.SymInt) for n in tensor.shape):
+                raise CaptureError(
+                    "the model returns, or keeps, what a mask selects (x[mask], masked_select, nonzero), of "
+                    f"{tensor.ndim} dims: how many rows that are depends on the batch, and every call of a graph has "
+                    "results of the same shape; return all rows and the mask, or what is computed of them"
+                )
 
     def _add_state(
         self,

@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import re
@@ -47,7 +48,7 @@ from autopar._torch_compat import (
     suggest_memory_format,
     without_modes,
 )
-from autopar.capture.checks.after_step import CHECK_MATRICES, Check, check_count, check_matrices, check_some, refusal
+from autopar.capture.checks.after_step import CHECK_MATRICES, Check, check_between, check_count, check_matrices, refusal
 from autopar.capture.checks.conditions import Conditions, calling_frame
 from autopar.capture.checks.statements import is_argument_of
 from autopar.capture.functions.drawing import DRAWING, drawn
@@ -56,6 +57,7 @@ from autopar.capture.functions.kinds import is_leaf
 from autopar.capture.functions.padding.encoder import padded_with_zeros
 from autopar.capture.functions.padding.sequences import padded_sequences
 from autopar.capture.origins import user_frame
+from autopar.capture.selected.questions import RowQuestions
 from autopar.capture.state.known import KnownValues
 from autopar.capture.state.on_mesh import is_on_mesh
 from autopar.capture.state.slots import VIEW_OF
@@ -174,6 +176,7 @@ class Intercepts(TorchFunctionMode):
         name_of: Callable[[torch.Tensor], str],
         batch: Sequence[torch.Tensor],
         known: KnownValues,
+        rows: RowQuestions,
     ) -> None:
         """Of one call.
 
@@ -182,26 +185,28 @@ class Intercepts(TorchFunctionMode):
             name_of: where the model keeps another one; empty: nowhere.
             batch: the tensors of the batch.
             known: values of what is computed of no batch and no parameter.
+            rows: what is asked about how many rows masks select.
         """
         super().__init__()
         self._name_of = name_of
         self._batch = {id(t): t for t in batch}
         self._lasting = {id(t): t for t in (*named.values(), *batch)}
         self._memory: Memory = {}
-        self.known = known
+        self.known, self.rows = known, rows
         for name, t in named.items():
             self._memory.setdefault(storage_id(t), []).append((*extent(t), name, t))
         self.checked: list[tuple[torch.Tensor, str, bool]] = []
         self.conditions = Conditions()
-        self.required: list[tuple[torch.Tensor, Callable[[], None]]] = []
+        self.required: list[tuple[torch.Tensor, Callable[[], None], int, int]] = []
         self.stride_read = ""
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """While it lasts, calls are changed."""
-        cond, batch_norm = torch.cond, BatchNorm.forward
+        cond, batch_norm, length = torch.cond, BatchNorm.forward, builtins.len
         # Replaced at torch itself: its own version would trace the branches as graphs within the graph.
         torch.cond = _cond
+        builtins.len = self.rows.length
         BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
             with (
@@ -211,12 +216,12 @@ class Intercepts(TorchFunctionMode):
                 padded_sequences(self._refuse, self._require),
                 by_parts(),
                 by_operator(),
-                _Checks(self.checked, self.known),
+                _Checks(self.checked, self.known, self.rows),
                 self,
             ):
                 yield
         finally:
-            torch.cond = cond
+            torch.cond, builtins.len = cond, length
             BatchNorm.forward = batch_norm  # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -272,6 +277,7 @@ class Intercepts(TorchFunctionMode):
             return CHECKED[func](self._refuse, *args, **(kwargs or {}))
         if func in DRAWING:
             return drawn(func, args, kwargs or {})
+        self.rows.require_some(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         self.conditions.remember(func, args, kwargs or {}, result)
         if func in _ROW_MAJOR:
@@ -300,14 +306,18 @@ class Intercepts(TorchFunctionMode):
     def _require(self, condition: torch.Tensor, function: str, values: str) -> None:
         """After a step, raise where none of ``condition`` is true."""
         line = "{}:{}".format(*user_frame())
-        self.required.append((condition.sum(), refusal(f"{function} was given {values}; at {line}")))
+        self.required.append((condition.sum(), refusal(f"{function} was given {values}; at {line}"), 1, sys.maxsize))
 
     def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check, ...]:
         """What is to be checked after a step."""
         self.conditions.close()
         matrices = [functools.partial(check_matrices, leaf(info), name, single) for info, name, single in self.checked]
         invalid = [functools.partial(check_count, leaf(n), fail) for n, fail in self.conditions.found]
-        return (*matrices, *invalid, *(functools.partial(check_some, leaf(n), fail) for n, fail in self.required))
+        required = [
+            functools.partial(check_between, leaf(n), fail, bounds)
+            for n, fail, *bounds in (*self.required, *self.rows.checks())
+        ]
+        return (*matrices, *invalid, *required)
 
 
 def _name(func: Any) -> str:
@@ -323,13 +333,10 @@ def _refuse_reading(name: str, tensor: Any) -> None:
 
 
 def _selected(func: Any, args: Any) -> Any:
-    """What a mask selects; where that depends on values, as `ctc_loss` takes it, and nothing else does."""
-    try:
-        return func(*args)
-    except Exception:
-        if not is_argument_of(calling_frame(), "ctc_loss"):
-            raise
-        return in_front(*args)
+    """What a mask selects; of a batch, for `ctc_loss` alone, as that takes it."""
+    made = func(*args)
+    symbolic = isinstance(made, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in made.shape)
+    return in_front(*args) if symbolic and is_argument_of(calling_frame(), "ctc_loss") else made
 
 
 def _values(func: Any, args: Any, kwargs: Any) -> Any:
@@ -383,9 +390,9 @@ def _own_line() -> str:
 
 
 class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, found: list[tuple[torch.Tensor, str, bool]], known: KnownValues) -> None:
+    def __init__(self, found: list[tuple[torch.Tensor, str, bool]], known: KnownValues, rows: RowQuestions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found, self.known = found, known
+        self.found, self.known, self.rows = found, known, rows
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -400,7 +407,10 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _LERP:
             # Under jvp the kernel that checks shapes in functionalization fails, as in `torch.quantile`.
             return args[0].copy_(torch.ops.aten.lerp.Tensor(*args))
-        return self.known.run(func, args, kwargs or {})
+        args = self.rows.same(func, args)
+        made = self.known.run(func, args, kwargs or {})
+        self.rows.note(func, args, kwargs or {}, made)
+        return made
 
 
 Memory = dict[int, list[tuple[int, int, str, torch.Tensor]]]

@@ -15,6 +15,8 @@ from tests.capture.test_ctc import batch as speech_batch
 from tests.capture.test_known import Looks, require_equal, train
 from tests.capture.test_packed_sequences import Tagger
 from tests.capture.test_packed_sequences import batch as sequences
+from tests.capture.test_selected_rows import Picks, asked, none_selected, picks, plain_cross_entropy, put_back
+from tests.capture.test_selected_rows import batch as labelled
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
 
@@ -113,3 +115,30 @@ def test_packed_sequences_on_ranks(two_ranks: Ranks) -> None:
         assert losses == pytest.approx(tagged(None), rel=1e-10)
         assert "lengths that are not positive" in short
         assert "pass total_length=4" in cut
+
+
+def selected_rows(rank: int | None) -> list[Any]:
+    """Losses of three steps, and what is said where a mask selects nothing."""
+    model: Any = Picks(put_back, picks, plain_cross_entropy, asked)
+    if rank is not None:
+        search = Search(recipe="fsdp", pins={"microbatches": 2})
+        model = parallelize(model, mesh_of(2), cluster=slow_devices(), search=search, timeout=WAIT)
+    optimizer, found = torch.optim.AdamW(model.parameters(), 0.1), list[Any]()
+    for seed in range(3):  # of each batch another number of rows
+        loss = model(*labelled(seed))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    if rank is not None:
+        with pytest.raises(ValueError, match="how many rows a mask selects") as e:
+            model(*none_selected())
+        found.append(str(e.value))
+    return found
+
+
+@pytest.mark.distributed
+def test_selected_rows_on_ranks(two_ranks: Ranks) -> None:
+    for *losses, said in two_ranks.run(selected_rows):
+        assert losses == pytest.approx(selected_rows(None), rel=1e-10)
+        assert "of this batch there are fewer" in said

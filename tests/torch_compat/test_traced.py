@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -173,3 +174,27 @@ def test_tracing_context() -> None:
         found = compat.TracingContext.try_get()
         assert found is not None and found.fake_mode is mode
     assert compat.TracingContext.try_get() is None
+
+
+def test_sizes_of_what_a_mask_selects() -> None:
+    asked = []
+
+    def answer(condition: Any) -> bool:
+        asked.append(str(condition))
+        return False
+
+    with compat.FakeTensorMode(shape_env=compat.sizes_of_rows(answer), static_shapes=True):
+        x, mask = torch.empty(4, 3), torch.empty(4, dtype=torch.bool)
+        rows = x[mask]
+        (symbol,) = rows.shape[0].node.expr.free_symbols
+        assert rows.shape[1] == 3
+        assert x[mask].shape[0].node.expr == symbol  # of the same mask as many
+        assert torch.cat([rows, rows]).shape[0].node.expr == 2 * symbol
+        assert not rows.shape[0] == 0
+        assert asked == [f"Eq({symbol}, 0)"]
+        with pytest.raises(Exception, match=r"data-dependent|_local_scalar_dense"):
+            mask.sum().item()  # values have no symbols
+        with pytest.raises(Exception, match=r"data-dependent|_local_scalar_dense"):
+            int(rows.shape[0])
+        with pytest.raises(compat.DynamicOutputShapeException):
+            raise compat.DynamicOutputShapeException(torch.ops.aten.unique_dim.default)

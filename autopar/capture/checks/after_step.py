@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,9 +42,9 @@ def check_count(invalid: Leaf, fail: Callable[[], None], results: Any) -> None:
         fail()
 
 
-def check_some(valid: Leaf, fail: Callable[[], None], results: Any) -> None:
-    """Let a check fail where the result that counts what must be there, ``valid``, is zero."""
-    if not int(results[valid.index]):
+def check_between(valid: Leaf, fail: Callable[[], None], bounds: Sequence[int], results: Any) -> None:
+    """Let a check fail where a result that counts, ``valid``, is less than the one bound or more than the other."""
+    if not bounds[0] <= int(results[valid.index]) <= bounds[1]:
         fail()
 
 

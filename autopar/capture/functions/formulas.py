@@ -289,6 +289,8 @@ def _by_mask(refuse: Refuse, tensor: torch.Tensor, parts: Sequence[Any], values:
         return tensor.masked_fill(shown, values)
     if not isinstance(values, torch.Tensor) or is_transformed(values) or values.dtype != tensor.dtype:
         return None
+    if _is_selected(values) or _is_selected(tensor):
+        return None  # what a mask selects of another tensor: torch's own, see `autopar.capture.selected`
     rows = values.ndim - len(rest)
     own = values.shape[max(rows, 0) :]
     if rows > 1 or any(n not in (1, m) for n, m in zip(own, rest[len(rest) - len(own) :], strict=True)):
@@ -318,6 +320,8 @@ def _chosen(
     Returns:
         None where torch's own operator is traced.
     """
+    if _is_selected(source) or _is_selected(tensor):
+        return None
     shape = _shape(tensor, mask)
     wide, ndim = mask.expand(shape), len(shape)
     while ndim > 1 and (shape[ndim - 1] == 1 or wide.stride(ndim - 1) == 0):
@@ -337,6 +341,11 @@ def _chosen(
     at = (order - 1).clamp(0, count - 1)
     read = functional.embedding(at, rows) if rows.is_floating_point() else rows[at]
     return torch.where(wide, read.reshape(shape), tensor).contiguous()
+
+
+def _is_selected(tensor: torch.Tensor) -> bool:
+    """Whether a mask says how many rows it has."""
+    return any(isinstance(n, torch.SymInt) for n in tensor.shape)
 
 
 def _shape(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Size:

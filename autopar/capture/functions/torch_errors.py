@@ -111,8 +111,7 @@ def explained(error: Exception) -> CaptureError:
         remedy = next((r for name, r in _REMEDIES.items() if name in looked), remedy)
         return CaptureError(
             f"control flow that depends on data{line}: one graph must serve every batch; {remedy}"
-            "use torch.where(mask, a, b) or torch.cond, masked sums in place of tensor[mask], or move the decision out "
-            "of the model"
+            "use torch.where(mask, a, b) or torch.cond, or move the decision out of the model"
         )
     # The second is torch 2.11's.
     if ("DeviceMismatch" in kind or "FakeTensor Device Propagation" in text) and "meta" in text:

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch_compat import OpOverload, is_traced, storage_id, tensors_in, without_modes, written_by
+from autopar._torch_compat import (
+    DynamicOutputShapeException,
+    OpOverload,
+    is_traced,
+    storage_id,
+    tensors_in,
+    without_modes,
+    written_by,
+)
 
 LARGEST = 2**16
 """Entries of a tensor whose values are computed."""
@@ -27,7 +35,9 @@ _QUESTIONS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_outpu
 """Of operators that a trace cannot have: their answers, or the shapes of these, depend on values."""
 
 _INDEX, _SELECT = torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default
-_NONZERO = torch.ops.aten.nonzero.default
+_NONZERO, _DYNAMIC = torch.ops.aten.nonzero.default, torch.Tag.dynamic_output_shape
+_SELECTS = frozenset({_INDEX, _SELECT, _NONZERO})
+"""Operators whose results are as many as a mask selects: see `autopar.capture.selected`."""
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -168,6 +178,8 @@ class KnownValues:
             computed = self._computed(func, real)
             if computed is not None:
                 return self._answered(func, real, *computed)
+        if _DYNAMIC in func.tags and func not in _SELECTS and kwargs.get("output_size") is None:
+            raise DynamicOutputShapeException(func)
         result = func(*args, **kwargs)
         made = tensors_in(result)
         if real is not None and (func.is_view or all(map(_is_small, made))):

@@ -404,6 +404,11 @@ def _opaque(value: Any, is_leaf: bool, where: str) -> Any:
         return copy.deepcopy(value)
     if callable(value) and not isinstance(value, nn.Module) and is_leaf:
         return value
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise CaptureError(
+            f"a call of the model sets {where} to a number of rows that a mask selects, another in each batch; "
+            "keep it in a tensor (mask.sum())"
+        )
     raise CaptureError(
         f"a call of the model sets {where} to a {type(value).__name__}, which cannot be done again after a "
         "step; keep tensors, numbers, strings, lists, tuples, dicts or plain objects of these"

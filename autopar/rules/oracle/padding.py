@@ -122,10 +122,10 @@ def _unpadded(
 
 
 def _pad(tensor: torch.Tensor, dims: Dims, letter: str, fill: float) -> torch.Tensor:
-    """The tensor with more elements along a letter; indices are zero there."""
+    """The tensor with more elements along a letter; where these may be anything, indices are zero."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         # Integers have no NaN, and an index must name an element that exists.
-        fill = fill != 0 if tensor.dtype == torch.bool else 0
+        fill = fill != 0 if tensor.dtype == torch.bool else int(fill) if math.isfinite(fill) else 0
     for d, dim in enumerate(dims):
         if dim == (letter,):
             shape = [EXTRA if k == d else n for k, n in enumerate(tensor.shape)]
