@@ -21,6 +21,8 @@ _DECOMPOSED += [
     aten.smooth_l1_loss,
     aten.smooth_l1_loss_backward,
     aten.huber_loss,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
 ]
 _DECOMPOSED += [aten.huber_loss_backward, aten.binary_cross_entropy_with_logits, aten.xlogy]
 _DECOMPOSED += [aten.log_sigmoid_forward, aten.log_sigmoid_backward]

@@ -242,11 +242,13 @@ def padding_of(rule: Rule, letter: str) -> Padding | None:
     if letter in rule.padded:
         return rule.padded[letter]
     # A draw of another shape would draw other numbers; blocked letters, and lowerings, see what is in the padding.
-    if rule.random or any(letter in some for some in (rule.blocked, rule.keep, rule.lower, rule.routed, rule.counts)):
+    if rule.random or any(letter in some for some in (rule.blocked, rule.lower, rule.routed, rule.counts)):
         return None
     # Free: padding of the arguments becomes padding of every output.
     if all(_has(letter, t) for t in rule.outputs if t is not None):
         return Padding()
+    if letter in rule.keep:
+        return None
     summed = letter in rule.reduce and vanishes(rule, letter)
     return Padding((0.0,) * len(rule.inputs)) if summed else None
 

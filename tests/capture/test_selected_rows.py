@@ -174,6 +174,46 @@ def elementwise(m: Picks, ids: Tensor, labels: Tensor) -> Tensor:
     )
 
 
+def by_sample_and_place(m: Picks, ids: Tensor, labels: Tensor) -> Tensor:
+    """Losses by sample, some elements of rows, and rows of two masks, one of what the other selects."""
+    mask, x = labels != -100, m.words(ids).clone()
+    sample, at = mask.nonzero(as_tuple=True)
+    own = x[sample, at] * x.mean(1)[sample]
+    sums = torch.zeros(SAMPLES, dtype=x.dtype).scatter_add_(0, sample, own.sum(-1))
+    means = sums / torch.bincount(sample, minlength=SAMPLES).clamp(min=1)
+    x[mask, 0] = x[mask, 1] * 2
+    few = x[ids > 4][mask[ids > 4]]
+    each = torch.stack([x[i][mask[i]].sum(0) for i in range(SAMPLES)])
+    return means.square().sum() + few.square().mean() + m.out(each).square().mean()
+
+
+def of_each_other(m: Picks, ids: Tensor, labels: Tensor) -> Tensor:
+    rows, own = m.words(ids)[labels != -100], labels[labels != -100]
+    n, distances = len(rows), (rows[None] - rows[:, None]).square().sum(-1)
+    others = (distances * (1 - torch.eye(n, dtype=rows.dtype))).sum() / (n * (n - 1))
+    upper = (distances * torch.ones(n, n, dtype=rows.dtype).triu(1)).sum() + (rows @ rows.T).tril().mean()
+    return others + upper + distances[own[:, None] == own].mean()
+
+
+def losses(m: Picks, ids: Tensor, labels: Tensor) -> Tensor:
+    r, own = m.out(m.words(ids))[labels != -100], labels[labels != -100]
+    t, q, sign = torch.tanh(r.detach()) + 0.1, r.sigmoid(), (own % 2 * 2 - 1).double()
+    values = F.l1_loss(r, t) + F.huber_loss(r, t) + F.gaussian_nll_loss(r, t, q + 0.1) + F.poisson_nll_loss(r, t.abs())
+    values = values + F.binary_cross_entropy(q, t.clamp(0, 1)) + F.soft_margin_loss(r[:, 0], sign)
+    values = values + F.hinge_embedding_loss(r[:, 1], sign) + F.margin_ranking_loss(r[:, 0], r[:, 1], sign)
+    values = values + F.cosine_embedding_loss(r, t, sign) + F.triplet_margin_loss(r, t, t.flip(1))
+    spread, mean = torch.var_mean(r, 0)
+    return values + F.multilabel_soft_margin_loss(r, t.clamp(0, 1)) + spread.sum() + mean.square().sum()
+
+
+def layers(m: Picks, ids: Tensor, labels: Tensor) -> Tensor:
+    r = m.words(ids)[labels != -100]
+    a, b = F.group_norm(r, 2).chunk(2, -1)
+    turned = torch.cat([b, a], -1).view(-1, 2, 4).transpose(1, 2).reshape(-1, WIDTH)
+    kernel = m.scale.view(1, 1, WIDTH)[..., :3]
+    return m.out(turned).square().mean() + F.conv1d(r.unsqueeze(1), kernel).mean() + F.glu(r).sum() + F.elu(r).mean()
+
+
 def recomputed(m: Picks, ids: Tensor, labels: Tensor) -> Tensor:
     def loss(x: Tensor, mask: Tensor) -> Tensor:
         return F.cross_entropy(m.out(x[mask] * m.scale), labels[mask])
@@ -191,14 +231,15 @@ def asked(m: Picks, ids: Tensor, labels: Tensor) -> Tensor:
 
 LOSSES = (
     cross_entropy, put_back, by_parts, numbers, experts, pairs, statistics, attention, picks, contrast, nested,
-    sums_by_group, left_out_is_no_number, normalized, elementwise, recomputed, asked,
+    sums_by_group, left_out_is_no_number, normalized, elementwise, by_sample_and_place, of_each_other, losses, layers,
+    recomputed, asked,
 )  # fmt: skip
 
 
 @pytest.mark.some(2)
-@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("first", range(5))
 def test_equals_eager_mode(first: int) -> None:
-    report = autopar.verify(Picks(*LOSSES[first::4]), batch(first), {"a": 2, "b": 2}, plan="random", seed=first)
+    report = autopar.verify(Picks(*LOSSES[first::5]), batch(first), {"a": 2, "b": 2}, plan="random", seed=first)
     assert report.reference == "eager"
     assert report.max_error < 1e-13
 

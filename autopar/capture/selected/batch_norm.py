@@ -73,11 +73,11 @@ def backward(rows: AllRows, node: fx.Node) -> None:
 def _along(rows: AllRows, x: fx.Node) -> list[int]:
     """The dims of the statistics; none if all of their elements are there."""
     dims, value = rows.dims_of(x), x.meta["val"]
-    if dims[_CHANNELS] is not None:
-        rows.refuse("it normalizes by channels, of which a mask selects some")
     along = [d for d in range(value.ndim) if d != _CHANNELS]
     if all(dims[d] is None for d in along):
         return []
+    if dims[_CHANNELS] is not None:
+        rows.refuse("it normalizes by channels, of which a mask selects some")
     if value.dtype not in (torch.float32, torch.float64):
         rows.refuse(f"its statistics are of {value.dtype}: compute it in float32")
     return along

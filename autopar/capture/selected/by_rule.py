@@ -21,6 +21,9 @@ _INDICES: dict[Any, int] = {
 }  # fmt: skip
 """Operators that look up: which argument says where."""
 
+_PRIMITIVES: dict[Any, Any] = {torch.ops.prims.div.default: aten.div.Tensor}
+"""Parts of torch's decompositions that have no rule, and operators that are the same."""
+
 DRAWS = "it draws a number for each row, others than one device draws for those that are selected"
 
 _DIVIDES = {
@@ -42,7 +45,8 @@ _OF_TENSORS = {"Scalar": "Tensor", "Tensor_Scalar": "Tensor_Tensor", "default": 
 def by_rule(rows: AllRows, node: fx.Node) -> None:
     """A call that its rule says enough of."""
     args, kwargs = _arguments(rows, node)
-    target = node.target
+    target = _PRIMITIVES.get(node.target, node.target)
+    node.target = target
     if any(isinstance(a.meta.get("val"), torch.SymInt | torch.SymFloat) for a in _flat((args, kwargs))):
         target, args = _with_tensors(rows, node, args)
     node.target, node.args, node.kwargs = target, args, kwargs

@@ -13,18 +13,22 @@ from autopar.ir.graph import values_of
 
 aten = torch.ops.aten
 
+_PRIMITIVE = torch.ops.prims.sum.default
+"""A sum over some dims, as torch's decomposition of ``var_mean`` has it."""
+
 
 def total(rows: AllRows, node: fx.Node) -> None:
     """A sum over all dims, or a mean, which is divided by the number of selected elements."""
     x: fx.Node = arguments(node)[0]
     ndim, target = x.meta["val"].ndim, node.target
-    given: Any = node.args[1] if target is aten.mean.dim and len(node.args) > 1 else None
+    names_dims = target in (aten.mean.dim, _PRIMITIVE) and len(node.args) > 1
+    given: Any = node.args[1] if names_dims else None
     along = sorted(int(e) % ndim for e in given) if given and ndim else list(range(ndim))
     keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
     kwargs = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") is not None else {}
     dims = tuple(None if e in along else dim for e, dim in enumerate(rows.dims_of(x)) if keep or e not in along)
     kept = rows.filled(x, 0, along)
-    if target is aten.sum.default:
+    if target in (aten.sum.default, _PRIMITIVE):
         rows.become(aten.sum.dim_IntList, (kept, along, keep), kwargs, dims)
         return
     total = rows.emit(aten.sum.dim_IntList, kept, along, keep, **kwargs)
@@ -37,7 +41,8 @@ def variance(rows: AllRows, node: fx.Node) -> None:
     value, target = x.meta["val"], node.target
     given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     along = sorted(int(e) % value.ndim for e in given) if given else list(range(value.ndim))
-    keep, correction = bool(node.kwargs.get("keepdim", False)), node.kwargs.get("correction")
+    keep = bool(node.kwargs.get("keepdim", False))
+    correction = node.args[2] if len(node.args) > 2 else node.kwargs.get("correction")
     correction = 1 if correction is None else correction
     if value.dtype not in (torch.float32, torch.float64):
         rows.refuse("its variance is of numbers of another precision: compute it in float32")

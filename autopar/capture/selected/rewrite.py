@@ -47,6 +47,8 @@ CALLS: dict[Any, Call] = {
     aten.arange.default: shapes.arange, aten.arange.start: shapes.arange, aten.arange.start_step: shapes.arange,
     aten.expand.default: shapes.expand, aten.scalar_tensor.default: reductions.scalar,
     aten.eye.default: shapes.eye, aten.eye.m: shapes.eye,
+    aten.triu.default: shapes.triangle, aten.tril.default: shapes.triangle,
+    torch.ops.prims.var.default: reductions.variance, torch.ops.prims.sum.default: reductions.total,
     aten.ne.Scalar: shapes.compare, aten.where.self: shapes.where,
     aten.t.default: shapes.permute, aten.transpose.int: shapes.permute,
     aten.max.dim: reductions.extremum, aten.min.dim: reductions.extremum,

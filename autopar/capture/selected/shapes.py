@@ -138,6 +138,20 @@ def eye(rows: AllRows, node: fx.Node) -> None:
     rows.become(aten.eye.m, rows.size(list(value.shape)), options, dims)
 
 
+def triangle(rows: AllRows, node: fx.Node) -> None:
+    """``triu`` and ``tril`` of what rows make with each other: their order is that of all rows."""
+    x: fx.Node = arguments(node)[0]
+    offset = int(arguments(node)[1]) if len(node.args) > 1 else 0
+    dims = rows.dims_of(x)
+    if dims[-1] is None and dims[-2] is None:
+        by_rule(rows, node)
+        return
+    # Of a row and one behind it others may have been left out: how far it is behind is not known.
+    if dims[-1] != dims[-2] or offset not in ((0, 1) if node.target is aten.triu.default else (0, -1)):
+        rows.refuse("it counts how far rows are from each other")
+    rows.become(node.target, (x, offset), None, dims)
+
+
 def compare(rows: AllRows, node: fx.Node) -> None:
     """No place along rows is negative, as labels are that a loss ignores."""
     x, other = arguments(node)[:2]
