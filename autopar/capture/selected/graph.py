@@ -12,7 +12,7 @@ from torch import fx
 from autopar.capture.selected.alike import Alike
 from autopar.capture.selected.dims import Dim, Dims, Factor, Selected, size_of
 from autopar.errors import CaptureError
-from autopar.ir.graph import computed, insert_call, producer, user_line, values_of
+from autopar.ir.graph import computed, insert_call, is_backward, producer, user_line, values_of
 
 aten = torch.ops.aten
 
@@ -65,6 +65,7 @@ class AllRows:
         self._by_size: dict[Any, Dim] = {}
         self._unclear: set[Any] = set()
         self._gone: set[fx.Node] = set()
+        self._filled: dict[Any, fx.Node] = {}
         self.true: set[fx.Node] = set()
         self.fixed: dict[int, int] = {}
         self.alike = Alike()
@@ -217,23 +218,33 @@ class AllRows:
 
     def filled(self, node: fx.Node, fill: float, along: Sequence[int] | None = None) -> fx.Node:
         """A tensor with another value in what is left out of some of its dims, of all by default."""
+        dims = self.dims_of(node)
+        own = [d for d, dim in enumerate(dims) if dim is not None and (along is None or d in along)]
+        if not own:
+            return node
+        key = node, fill, tuple(own), is_backward(self.node)
+        if key not in self._filled:
+            self._filled[key] = self._fill(node, fill, own)
+            self.dims[self._filled[key]] = dims
+        return self._filled[key]
+
+    def _fill(self, node: fx.Node, fill: float, along: Sequence[int]) -> fx.Node:
+        if node.target is aten.permute.default:
+            # What is permuted may be wanted as it is, too: one copy serves both.
+            source, order = arguments(node)
+            inner = self.filled(source, fill, [order[d] % len(order) for d in along])
+            return self.emit(aten.permute.default, inner, order)
         value = node.meta["val"]
         found: fx.Node | None = None
-        for d, dim in enumerate(self.dims_of(node)):
-            if dim is not None and (along is None or d in along):
-                shape = [1] * value.ndim
-                shape[d] = value.shape[d]
-                own = self.full_mask(dim)
-                own = own if value.ndim == 1 else self.emit(aten.reshape.default, own, shape)
-                found = own if found is None else self.emit(aten.logical_and.default, found, own)
-        if found is None:
-            return node
-        other = self.emit(
-            aten.scalar_tensor.default, _of_dtype(fill, value.dtype), dtype=value.dtype, device=value.device
-        )
-        made = self.emit(aten.where.self, found, node, other)
-        self.dims[made] = self.dims_of(node)
-        return made
+        for d in along:
+            shape = [1] * value.ndim
+            shape[d] = value.shape[d]
+            own = self.full_mask(self.dims_of(node)[d])
+            own = own if value.ndim == 1 else self.emit(aten.reshape.default, own, shape)
+            found = own if found is None else self.emit(aten.logical_and.default, found, own)
+        options = {"dtype": value.dtype, "device": value.device}
+        other = self.emit(aten.scalar_tensor.default, _of_dtype(fill, value.dtype), **options)
+        return self.emit(aten.where.self, found, node, other)
 
     def index(self, node: fx.Node) -> fx.Node:
         """Places, where those that are left out are some that exist."""
